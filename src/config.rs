@@ -1,0 +1,270 @@
+//! The effective configuration of one run: plain structs, made once by `overrides`, read by everyone.
+//!
+//! Lengths are tokens, batch sizes are sequences. Field names follow Megatron's configuration keys.
+
+use serde::{Deserialize, Serialize};
+
+/// How graphs are made, in the harness's spelling.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GraphImpl {
+    None,
+    Local,
+    TransformerEngine,
+}
+
+/// One name of `--cuda_graph_scope`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    FullIteration,
+    Attn,
+    Mlp,
+    Moe,
+    MoeRouter,
+    MoePreprocess,
+    Mamba,
+}
+
+/// What one layer of the local stack is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerKind {
+    /// Attention, then a dense MLP.
+    Dense,
+    /// Attention, then experts.
+    Moe,
+    /// Hybrid pattern `*`: attention alone.
+    AttnOnly,
+    /// Hybrid pattern `-`: dense MLP alone.
+    MlpOnly,
+    /// Hybrid pattern `E`: experts alone.
+    MoeOnly,
+    /// Hybrid pattern `M`: Mamba-2.
+    Mamba,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    Swiglu,
+    SquaredRelu,
+    QuickGeglu,
+    Gelu,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScoreFunction {
+    Softmax,
+    Sigmoid,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dispatcher {
+    Alltoall,
+    Flex,
+    Allgather,
+}
+
+/// `--moe_routing`: where each token's experts come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum Routing {
+    /// Forced random logits where the recipe forces balance, the router's own otherwise.
+    Recipe,
+    /// Forced uniform random logits.
+    Balanced,
+    /// Forced random logits with a fixed per-expert bias, so that some experts are busy and others idle.
+    Skewed,
+}
+
+/// Which recipe was chosen.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Identity {
+    /// `-m`, e.g. `qwen`.
+    pub family: String,
+    /// `-mr`, e.g. `qwen3_30b_a3b`.
+    pub recipe: String,
+    /// `-g`, e.g. `h100`.
+    pub gpu: String,
+    /// `-c`, e.g. `bf16`: the recipe's dtype.
+    pub recipe_dtype: String,
+    /// The dtype that kernels run in: the recipe's, or `--run_dtype`.
+    pub compute_dtype: String,
+    /// `pretrain`, `sft` or `peft`.
+    pub task: String,
+    pub variant: Option<String>,
+    /// GPUs of the recipe as written.
+    pub num_gpus_recipe: usize,
+    /// GPUs of the modelled job (`-ng`, default the recipe's).
+    pub num_gpus: usize,
+}
+
+/// The architecture, with this run's overrides. `None` where the model has no such part.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Model {
+    /// Kind of every layer of the whole model, in order (decoder layers; no MTP).
+    pub layers: Vec<LayerKind>,
+    pub hidden_size: usize,
+    /// Width of the dense MLP.
+    pub ffn_hidden_size: usize,
+    pub num_attention_heads: usize,
+    pub num_query_groups: usize,
+    /// Width of one attention head.
+    pub kv_channels: usize,
+    /// Vocabulary as padded for the run, before the tensor-parallel split.
+    pub vocab_size: usize,
+    pub activation: Activation,
+    pub layernorm_epsilon: f64,
+    pub qk_layernorm: bool,
+    pub add_qkv_bias: bool,
+    pub add_bias_linear: bool,
+    pub rotary_base: f64,
+    /// Part of each head that is rotated.
+    pub rotary_percent: f64,
+    pub tied_embeddings: bool,
+    pub init_method_std: f64,
+    pub attention_dropout: f64,
+    pub hidden_dropout: f64,
+    pub moe: Option<Moe>,
+    /// Multi-token-prediction layers.
+    pub mtp_num_layers: usize,
+}
+
+/// The expert part of the architecture, with the run's routing and capacity settings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Moe {
+    pub num_experts: usize,
+    pub router_topk: usize,
+    pub ffn_hidden_size: usize,
+    /// Width of the shared expert, if there is one.
+    pub shared_expert_intermediate_size: Option<usize>,
+    pub score_function: ScoreFunction,
+    /// True: scores over all experts, then top-k. False: top-k, then scores over those.
+    pub pre_softmax: bool,
+    pub topk_scaling_factor: Option<f64>,
+    pub expert_bias: bool,
+    pub aux_loss_coeff: f64,
+    pub load_balancing_type: String,
+    pub force_load_balancing: bool,
+    pub routing: Routing,
+    pub dispatcher: Dispatcher,
+    pub flex_backend: Option<String>,
+    /// Capacity factor, when tokens may be dropped.
+    pub capacity_factor: Option<f64>,
+    pub pad_to_capacity: bool,
+    /// `moe_expert_rank_capacity_factor`.
+    pub rank_capacity_factor: Option<f64>,
+    pub shared_expert_overlap: bool,
+    pub input_jitter_eps: Option<f64>,
+    pub grouped_gemm: bool,
+    /// `--moe_row_bound`: received rows that buffers are sized for, as a multiple of a balanced share.
+    pub row_bound: f64,
+    /// `--expert_gemm`.
+    pub expert_gemm: ExpertGemm,
+}
+
+/// How dropless expert products learn their row counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum ExpertGemm {
+    /// One grouped kernel that reads offsets on the device.
+    Grouped,
+    /// One product per expert, sized by the counts that were copied to the host.
+    PerExpert,
+}
+
+/// Sizes of the parallel groups, and the rank that is run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Parallel {
+    pub tp: usize,
+    pub pp: usize,
+    pub cp: usize,
+    pub ep: usize,
+    pub etp: usize,
+    /// Virtual pipeline stages, 1 when off.
+    pub vp: usize,
+    pub dp: usize,
+    pub sequence_parallel: bool,
+    /// `--pp_rank`.
+    pub pp_rank: usize,
+    /// `pipeline_model_parallel_layout`, as the recipe writes it.
+    pub pipeline_layout: Option<String>,
+    pub first_stage_layers: Option<usize>,
+    pub last_stage_layers: Option<usize>,
+    pub account_for_embedding: bool,
+    pub account_for_loss: bool,
+    pub use_distributed_optimizer: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Batch {
+    pub micro_batch_size: usize,
+    pub global_batch_size: usize,
+    pub seq_length: usize,
+    /// Micro-batches a step of the whole job: global / (micro x dp).
+    pub num_microbatches_recipe: usize,
+    /// Micro-batches that are run: min(the job's, `--max_microbatches`).
+    pub num_microbatches: usize,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Graph {
+    pub implementation: GraphImpl,
+    /// Sorted, without repeats. Empty with `transformer_engine`: each whole layer.
+    pub scope: Vec<Scope>,
+    pub warmup_steps: usize,
+    /// Both tracker keys (`model.use_te_rng_tracker`, `rng.te_rng_tracker`).
+    pub te_rng_tracker: bool,
+    /// `--graph_staging`: copy a TE graph's inputs and incoming gradients into static buffers.
+    pub staging: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Recompute {
+    /// `full`, `selective` or none.
+    pub granularity: Option<String>,
+    pub method: Option<String>,
+    pub num_layers: Option<usize>,
+    pub modules: Vec<String>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Optimizer {
+    /// `adam`, or `none` (`--optimizer none`).
+    pub kind: String,
+    pub lr: f64,
+    pub min_lr: f64,
+    pub warmup_iters: usize,
+    pub clip_grad: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    /// `bf16` or `fp32`: dtype of the main gradients.
+    pub grad_dtype: String,
+}
+
+/// Everything that decides what is run. Stored beside the results.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunConfig {
+    pub identity: Identity,
+    pub model: Model,
+    pub parallel: Parallel,
+    pub batch: Batch,
+    pub graph: Graph,
+    pub recompute: Recompute,
+    pub optimizer: Optimizer,
+    /// `--stack_only`: the layer stack alone.
+    pub stack_only: bool,
+    pub seed: u64,
+    /// Recipe features that run in simpler form, named in the row.
+    pub approximations: Vec<String>,
+    /// Features of the recipe or model for which there is no code: the run is refused with these
+    /// reasons, a dry run lists them as the notice `not_built`.
+    pub not_built: Vec<String>,
+}

@@ -1,0 +1,1 @@
+//! The CPU device: the same program run by the ops' references.

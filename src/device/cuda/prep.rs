@@ -1,0 +1,160 @@
+//! What ops see of CUDA: addresses, kernels by source, issues that only launch.
+
+use super::kernels::{Kernel, KernelCache};
+use super::matmul::{MatmulPlan, MatmulSpec};
+use crate::device::DeviceError;
+
+/// A device address (or, for buffers of lifetime `Host`, one in pinned host memory). Offsets are bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct DevPtr(pub u64);
+
+impl DevPtr {
+    pub fn offset(self, bytes: usize) -> Self {
+        Self(self.0 + bytes as u64)
+    }
+}
+
+/// The CUDA source of one op folder. `text` follows the prelude; entry points are `extern "C" __global__`.
+#[derive(Debug, Clone, Copy)]
+pub struct KernelSource {
+    /// File name for messages and the cache, e.g. `rmsnorm/kernel.cu`.
+    pub name: &'static str,
+    pub text: &'static str,
+}
+
+/// One kernel parameter, in the order of the kernel's signature.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Param {
+    /// Any `T*` or `const T*`.
+    Ptr(DevPtr),
+    /// `int`
+    I32(i32),
+    /// `unsigned` or `unsigned int`
+    U32(u32),
+    /// `long long`
+    I64(i64),
+    /// `unsigned long long`
+    U64(u64),
+    /// `float`
+    F32(f32),
+}
+
+impl From<DevPtr> for Param {
+    fn from(v: DevPtr) -> Self {
+        Param::Ptr(v)
+    }
+}
+impl From<i32> for Param {
+    fn from(v: i32) -> Self {
+        Param::I32(v)
+    }
+}
+impl From<u32> for Param {
+    fn from(v: u32) -> Self {
+        Param::U32(v)
+    }
+}
+impl From<i64> for Param {
+    fn from(v: i64) -> Self {
+        Param::I64(v)
+    }
+}
+impl From<u64> for Param {
+    fn from(v: u64) -> Self {
+        Param::U64(v)
+    }
+}
+impl From<f32> for Param {
+    fn from(v: f32) -> Self {
+        Param::F32(v)
+    }
+}
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Config {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared_bytes: u32,
+}
+
+impl Config {
+    /// One-dimensional grid of `blocks` blocks of `threads` threads, no dynamic shared memory.
+    pub fn linear(blocks: usize, threads: u32) -> Self {
+        Self {
+            grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1],
+            block: [threads, 1, 1],
+            shared_bytes: 0,
+        }
+    }
+}
+
+/// Work that is ready to be put on a stream. Issuing allocates, formats and looks up nothing.
+#[derive(Debug)]
+pub enum Issue {
+    /// Nothing to do (an empty shape).
+    Nothing,
+    Kernel(super::kernels::KernelLaunch),
+    Matmul(MatmulPlan),
+    /// Device-to-device copy.
+    Copy {
+        dst: DevPtr,
+        src: DevPtr,
+        bytes: usize,
+    },
+    /// Sets bytes to 0.
+    Zero {
+        dst: DevPtr,
+        bytes: usize,
+    },
+    /// Copies to pinned host memory and waits for the stream on the host (`host_sync`).
+    CopyToHostAndWait {
+        dst: DevPtr,
+        src: DevPtr,
+        bytes: usize,
+    },
+    Many(Vec<Issue>),
+}
+
+/// Handed to [`crate::ops::Op::prepare`]. Either online (a device, kernels are loaded) or offline (no device:
+/// kernels are compiled for a named architecture when NVRTC is there, and only checked otherwise).
+pub struct CudaPrep<'a> {
+    pub(super) kernels: &'a mut KernelCache,
+    pub(super) matmuls: &'a mut super::matmul::Matmuls,
+    /// Streaming multiprocessors (132 on an H200; offline: 132).
+    pub sm_count: usize,
+    /// Compute capability as major * 10 + minor (90 on an H200).
+    pub cc: u32,
+}
+
+impl CudaPrep<'_> {
+    /// Compiles (or takes from the cache) `source` with `defines` and returns its entry point `entry`.
+    /// `shared_bytes` over 48 KiB is opted into here.
+    pub fn kernel(
+        &mut self,
+        source: KernelSource,
+        entry: &str,
+        defines: &[(&str, String)],
+        shared_bytes: u32,
+    ) -> Result<Kernel, DeviceError> {
+        self.kernels.get(source, entry, defines, shared_bytes)
+    }
+
+    /// A launch of `kernel`. Parameter types are checked against the signature in the source.
+    pub fn launch(&self, kernel: &Kernel, config: Config, params: &[Param]) -> Result<Issue, DeviceError> {
+        kernel.bind(config, params).map(Issue::Kernel)
+    }
+
+    /// A cuBLASLt product with its algorithm fixed. `c` is read when `spec` accumulates (may equal `d`).
+    pub fn matmul(
+        &mut self,
+        spec: &MatmulSpec,
+        a: DevPtr,
+        b: DevPtr,
+        c: DevPtr,
+        d: DevPtr,
+        workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        self.matmuls.plan(spec, a, b, c, d, workspace).map(Issue::Matmul)
+    }
+}

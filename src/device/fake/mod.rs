@@ -1,0 +1,1 @@
+//! The fake device: scripted times and faults, for tests of measuring.

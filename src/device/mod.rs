@@ -1,0 +1,212 @@
+//! Devices: the `Executor` that measuring drives, and its three kinds (cpu, cuda, fake).
+
+pub mod cpu;
+pub mod cuda;
+pub mod fake;
+
+use serde::Serialize;
+use std::fmt;
+
+/// What a device was doing when it failed, and what a step belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Before step 0: kernels, plans, memory.
+    Prepare,
+    /// K steps of each arm from the seed; never timed.
+    Equality,
+    Warmup,
+    Capture,
+    Instantiate,
+    Upload,
+    FirstReplay,
+    /// First steps after a change of arm.
+    Switch,
+    /// The only phase that enters a statistic.
+    Steady,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Phase::Prepare => "prepare",
+            Phase::Equality => "equality",
+            Phase::Warmup => "warmup",
+            Phase::Capture => "capture",
+            Phase::Instantiate => "instantiate",
+            Phase::Upload => "upload",
+            Phase::FirstReplay => "first_replay",
+            Phase::Switch => "switch",
+            Phase::Steady => "steady",
+        })
+    }
+}
+
+/// Failures below the command line. The kind decides the exit code.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// Exit 3: no driver, no device, a library is missing.
+    #[error("{0}")]
+    Unavailable(String),
+    /// Exit 5.
+    #[error(
+        "out of memory in phase {phase}: {what} needs {need_mib:.0} MiB, {free_mib:.0} MiB are free; {remedy}"
+    )]
+    OutOfMemory { phase: Phase, what: String, need_mib: f64, free_mib: f64, remedy: String },
+    /// Exit 4: a capture, instantiation or upload failed.
+    #[error("{phase} failed: {message}")]
+    Capture { phase: Phase, message: String },
+    /// Exit 1: a driver or library call failed. `call` is the function's name, `code` the error's.
+    #[error("{call} failed with {code} in phase {phase}{at}")]
+    Driver { call: &'static str, code: String, phase: Phase, at: String },
+    /// Exit 1: a result that must not be used (loss not finite, rows overflowed).
+    #[error("{0}")]
+    Invalid(String),
+    /// Exit 6: the graph arm did not do the eager arm's work.
+    #[error("{0}")]
+    Unequal(String),
+    /// Exit 1: a defect of mbperf.
+    #[error("internal error: {0}; please report it")]
+    Internal(String),
+}
+
+impl DeviceError {
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::Internal(message.into())
+    }
+}
+
+/// The two ways to run the same step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Arm {
+    Eager,
+    Graph,
+}
+
+impl fmt::Display for Arm {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Arm::Eager => "eager",
+            Arm::Graph => "graph",
+        })
+    }
+}
+
+/// Host times of issuing one step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Submitted {
+    /// First call to last return, less `wait_ms`.
+    pub submit_ms: f64,
+    /// Spent inside `host_sync` launches.
+    pub wait_ms: f64,
+    /// Identifies the step for [`Executor::wait`].
+    pub ticket: u64,
+}
+
+/// What is known once a step has finished.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Finished {
+    /// Reading of [`Executor::now_ms`]'s clock when the step was seen to be done.
+    pub done_at_ms: f64,
+    /// Device time from the step's first to its last event, both outside graphs; `None` if not measured.
+    pub device_span_ms: Option<f64>,
+    /// Mean loss of the step; `None` for a share without a loss.
+    pub loss: Option<f32>,
+    /// Norm of the gradients before clipping; `None` without an optimizer.
+    pub grad_norm: Option<f32>,
+    /// A fault word was set (e.g. more rows than the bound): which.
+    pub fault: Option<&'static str>,
+}
+
+/// One-off cost of the graph arm's graphs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct GraphCost {
+    pub capture_ms: f64,
+    pub instantiate_ms: f64,
+    pub upload_ms: f64,
+    /// Distinct graphs.
+    pub graphs: usize,
+    /// Nodes over all distinct graphs.
+    pub nodes: usize,
+    /// `cuGraphLaunch` calls a step.
+    pub launches_per_step: usize,
+    /// Device memory taken by capture, instantiation and upload, if the driver's figures could be trusted.
+    pub memory_mib: Option<f64>,
+    /// Why `memory_mib` is empty, or how it was taken.
+    pub memory_note: String,
+}
+
+/// Who computes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct DeviceInfo {
+    /// `cuda`, `cpu` or `fake`.
+    pub device: String,
+    pub gpu_name: Option<String>,
+    pub gpu_uuid: Option<String>,
+    pub driver_version: Option<String>,
+    pub cuda_version: Option<String>,
+    pub total_memory_mib: Option<f64>,
+    pub attention_backend: Option<String>,
+    /// Library versions for the run file, by name.
+    pub libraries: Vec<(String, String)>,
+}
+
+/// State of the card during a block. `None`: could not be read.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Health {
+    pub sm_clock_mhz: Option<f64>,
+    pub temperature_c: Option<f64>,
+    pub power_w: Option<f64>,
+    pub power_limit_w: Option<f64>,
+    /// NVML's reasons, joined with `+`; empty: none.
+    pub throttle_reasons: Option<String>,
+    /// Other processes that compute on this GPU.
+    pub other_processes: Option<usize>,
+}
+
+/// Runs the two arms of one program. Measuring knows only this.
+///
+/// The eager arm issues launch by launch. The graph arm does the same until [`Executor::capture`] has
+/// been called, then replays its graphs in the same places.
+pub trait Executor {
+    fn info(&self) -> DeviceInfo;
+
+    /// Names the phase for messages and fault injection.
+    fn set_phase(&mut self, phase: Phase);
+
+    /// Weights, moments, gradients and step words as the seed gives them, step 0; everything else is
+    /// poisoned. Captured graphs stay valid.
+    fn reset(&mut self) -> Result<(), DeviceError>;
+
+    /// Issues one step. Does not wait, but for `host_sync` launches.
+    fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError>;
+
+    /// Waits for a step that was submitted. Steps are waited for in the order of submission.
+    fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError>;
+
+    /// Captures, instantiates and uploads the graph arm's graphs, proving for each that its nodes are the
+    /// launches that the eager arm issues. Computes nothing.
+    fn capture(&mut self) -> Result<GraphCost, DeviceError>;
+
+    /// Destroys the graphs, after waiting for the device. The graph arm is uncaptured again.
+    fn destroy_graphs(&mut self) -> Result<(), DeviceError>;
+
+    /// Hash of the raw bits of the program's digest buffers, by buffer name. Waits for the device.
+    fn digest(&mut self) -> Result<Vec<(String, u64)>, DeviceError>;
+
+    /// Kernel, copy and memset launches that one eager step issues (a library call counts its kernels).
+    fn launches_per_step(&self, arm: Arm) -> usize;
+
+    /// Planned bytes of the arm: weights, state, activations, workspaces.
+    fn planned_bytes(&self, arm: Arm) -> u64;
+
+    /// The executor's clock in milliseconds: host monotonic, or virtual for the fake one.
+    fn now_ms(&self) -> f64;
+
+    /// State of the card now.
+    fn health(&mut self) -> Health;
+
+    /// Union of kernel intervals of one step from a profiling pass, or why there is none. Last in a process.
+    fn busy_ms(&mut self, arm: Arm) -> Result<f64, String>;
+}

@@ -1,0 +1,15 @@
+//! mbperf: is a CUDA graph faster than eager for this model recipe, by how much, and is the answer to be trusted?
+
+pub mod args;
+pub mod capture;
+pub mod config;
+pub mod device;
+pub mod doctor;
+pub mod measure;
+pub mod ops;
+pub mod overrides;
+pub mod program;
+pub mod recipe;
+pub mod report;
+pub mod rules;
+pub mod workloads;
