@@ -18,7 +18,10 @@ pub mod rng;
 pub mod rope;
 pub mod router;
 pub mod step;
+pub mod support;
 pub mod swiglu;
+#[cfg(test)]
+pub mod testing;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
