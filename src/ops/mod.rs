@@ -19,6 +19,8 @@ pub mod rope;
 pub mod router;
 pub mod step;
 pub mod swiglu;
+#[cfg(test)]
+pub mod testing;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
