@@ -145,6 +145,24 @@ pub trait Op: Debug + Send + Sync {
     fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError>;
 }
 
+/// `n` as a kernel's `int` parameter; an error names the op and the size.
+pub fn int_param(op: &str, what: &str, n: usize) -> Result<i32, DeviceError> {
+    i32::try_from(n).map_err(|_| {
+        DeviceError::Invalid(format!(
+            "{op}: {what} is {n}, the kernel takes at most {}; use a smaller shape",
+            i32::MAX
+        ))
+    })
+}
+
+/// Refuses a size that the vector accesses of a kernel cannot take.
+pub fn check_multiple(op: &str, what: &str, n: usize, of: usize) -> Result<(), DeviceError> {
+    if n > 0 && n.is_multiple_of(of) {
+        return Ok(());
+    }
+    Err(DeviceError::Invalid(format!("{op}: {what} is {n}, the kernel needs a positive multiple of {of}")))
+}
+
 /// The generic reference `fn run<T: Real>(&self, args: &mut CpuArgs<T>)` of an op serves both element types.
 #[macro_export]
 macro_rules! cpu_reference {
