@@ -13,3 +13,7 @@ pub mod recipe;
 pub mod report;
 pub mod rules;
 pub mod workloads;
+pub mod dryrun;
+pub mod dump;
+pub mod layout;
+pub mod selftest;

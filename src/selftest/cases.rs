@@ -16,7 +16,7 @@ use crate::ops::rng::Rng;
 use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd};
 use crate::ops::router::{RouterBwd, RouterFwd};
 use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
-use crate::ops::swiglu::{Routed, SwigluBwd, SwigluFwd};
+use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::ops::Op;
 use crate::program::DType;
 use std::sync::Arc;
@@ -91,10 +91,10 @@ fn attention(add: &mut Add) {
 
 fn elementwise(add: &mut Add) {
     for (rows, ffn) in [(1, 8), (77, 264), (300, 768)] {
-        add(Arc::new(SwigluFwd { rows, ffn, routed: None }));
-        add(Arc::new(SwigluBwd { rows, ffn, routed: None }));
-        add(Arc::new(SwigluFwd { rows, ffn, routed: Some(Routed { experts: 5 }) }));
-        add(Arc::new(SwigluBwd { rows, ffn, routed: Some(Routed { experts: 5 }) }));
+        add(Arc::new(SwigluFwd { rows, ffn, routed: false, experts: 0 }));
+        add(Arc::new(SwigluBwd { rows, ffn, routed: false, experts: 0 }));
+        add(Arc::new(SwigluFwd { rows, ffn, routed: true, experts: 5 }));
+        add(Arc::new(SwigluBwd { rows, ffn, routed: true, experts: 5 }));
     }
     for len in [8, 1000, 77 * 264] {
         let dropout = Dropout { p: 0.1, rng: RNG };

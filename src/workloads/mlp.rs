@@ -60,7 +60,7 @@ impl Stack<'_> {
         let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
         self.forward_product(gate_up, y, fc1.value, t, 2 * f, h, None);
         let act = self.act(l, &format!("{prefix}.act"), &[t, f]);
-        self.b.launch(SwigluFwd { rows: t, ffn: f, routed: None }, &[gate_up, act]);
+        self.b.launch(SwigluFwd { rows: t, ffn: f, routed: false, experts: 0 }, &[gate_up, act]);
         Ok(act)
     }
 
@@ -76,7 +76,7 @@ impl Stack<'_> {
         self.data_gradient(dact, dout, fc2.value, t, h, f, None);
         self.weight_gradient(fc2.grad, dout, act, t, h, f);
         let dgate_up = self.act(l, &format!("{prefix}.dgate_up"), &[t, 2 * f]);
-        self.b.launch(SwigluBwd { rows: t, ffn: f, routed: None }, &[gate_up, dact, dgate_up]);
+        self.b.launch(SwigluBwd { rows: t, ffn: f, routed: false, experts: 0 }, &[gate_up, dact, dgate_up]);
         self.weight_gradient(fc1.grad, dgate_up, y, t, 2 * f, h);
         let dy = self.act(l, &format!("{prefix}.dy"), &[t, h]);
         self.data_gradient(dy, dgate_up, fc1.value, t, 2 * f, h, add);

@@ -21,7 +21,7 @@ use crate::ops::grouped_gemm::GroupedGemm;
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::rng::Rng;
 use crate::ops::router::{RouterBwd, RouterFwd};
-use crate::ops::swiglu::{Routed, SwigluBwd, SwigluFwd};
+use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Result<Vec<Spec>, WorkloadError> {
@@ -190,8 +190,7 @@ impl Stack<'_> {
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]);
         self.expert_product(&d, local_offsets, rows, fc1.value, gate_up, 2 * d.f, d.h, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
-        let routed = Some(Routed { experts: d.local });
-        self.b.launch(SwigluFwd { rows: d.rows, ffn: d.f, routed: routed.clone() }, &[gate_up, row_probs, local_offsets, act]);
+        self.b.launch(SwigluFwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local }, &[gate_up, row_probs, local_offsets, act]);
         let mut out_rows = self.act(l, "moe.out_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
         if d.two_sorts {
@@ -245,8 +244,7 @@ impl Stack<'_> {
         self.expert_product(&d, local_offsets, drows, act, fc2.grad, d.h, d.f, Layout::Tn)?;
         let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, 2 * d.f]);
         let mut drow_probs = self.act_as(l, "moe.drow_probs", DType::F32, &[d.rows]);
-        let routed = Some(Routed { experts: d.local });
-        self.b.launch(SwigluBwd { rows: d.rows, ffn: d.f, routed }, &[gate_up, dact, row_probs, local_offsets, dgate_up, drow_probs]);
+        self.b.launch(SwigluBwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local }, &[gate_up, dact, row_probs, local_offsets, dgate_up, drow_probs]);
         self.expert_product(&d, local_offsets, dgate_up, rows, fc1.grad, 2 * d.f, d.h, Layout::Tn)?;
         let mut dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, 2 * d.f, Layout::Nn)?;

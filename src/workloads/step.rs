@@ -26,7 +26,7 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
     let mut words = vec![0u32; WORDS];
     words[WORD_SEED_LO] = cfg.seed as u32;
     words[WORD_SEED_HI] = (cfg.seed >> 32) as u32;
-    words[WORD_LR] = (crate::ops::step::learning_rate(cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.warmup_iters, decay_iters(cfg), 0)).to_bits();
+    words[WORD_LR] = step_end(cfg).learning_rate(0).to_bits();
     let words = b.buffer("step_words", DType::U32, &[WORDS], Lifetime::StepState, Init::Words { words });
     let p = &cfg.parallel;
     let batch = cfg.batch.micro_batch_size;
@@ -45,8 +45,9 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
     s.b.finish().map_err(WorkloadError::Internal)
 }
 
-fn decay_iters(cfg: &RunConfig) -> usize {
-    cfg.optimizer.decay_iters
+fn step_end(cfg: &RunConfig) -> StepEnd {
+    let o = &cfg.optimizer;
+    StepEnd { lr: o.lr, min_lr: o.min_lr, warmup_iters: o.warmup_iters, decay_iters: o.decay_iters }
 }
 
 impl Stack<'_> {
@@ -127,8 +128,7 @@ impl Stack<'_> {
             self.optimizer();
         }
         self.b.at(None, Part::Optimizer, Pass::Other);
-        let o = &cfg.optimizer;
-        self.b.launch(StepEnd { lr: o.lr, min_lr: o.min_lr, warmup_iters: o.warmup_iters, decay_iters: decay_iters(cfg) }, &[self.words]);
+        self.b.launch(step_end(cfg), &[self.words]);
         self.b.program.loss = self.share.has_loss.then_some(loss);
         Ok(())
     }

@@ -7,7 +7,6 @@ mod storage;
 
 pub use storage::Storage;
 
-use super::inject::{Inject, Kind};
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
 use crate::program::{BufId, Lifetime};
@@ -21,8 +20,6 @@ pub struct CpuExecutor {
     /// Launch indices by graph id, once captured.
     graphs: Vec<Vec<usize>>,
     captured: bool,
-    phase: Phase,
-    inject: Option<Inject>,
     /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
     omit_launch: Option<usize>,
     finished: VecDeque<Result<Finished, DeviceError>>,
@@ -31,7 +28,7 @@ pub struct CpuExecutor {
 }
 
 impl CpuExecutor {
-    pub fn new(plan: RunPlan, inject: Option<Inject>, omit_launch: Option<usize>) -> Result<Self, DeviceError> {
+    pub fn new(plan: RunPlan, omit_launch: Option<usize>) -> Result<Self, DeviceError> {
         // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
         let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
         let storage = Storage::new(&widest, plan.seed);
@@ -40,8 +37,6 @@ impl CpuExecutor {
             storage,
             graphs: Vec::new(),
             captured: false,
-            phase: Phase::Prepare,
-            inject,
             omit_launch,
             finished: VecDeque::new(),
             tickets: 0,
@@ -57,11 +52,9 @@ impl CpuExecutor {
     }
 
     fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
-        let skip_one = self.fault()?;
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
-        let mut skipped = !skip_one;
         for segment in &plan.segments {
             let list: Vec<usize> = match segment.graph {
                 Some(g) if replay => {
@@ -72,10 +65,6 @@ impl CpuExecutor {
             };
             for i in list {
                 let launch = &plan.program.launches[i];
-                if !skipped && launch.layer.is_some() {
-                    skipped = true;
-                    continue;
-                }
                 let t = Instant::now();
                 self.storage.run(&plan.program, launch)?;
                 if launch.host_sync() {
@@ -84,16 +73,6 @@ impl CpuExecutor {
             }
         }
         Ok(wait_ms)
-    }
-
-    /// Fails if a fault is injected here; true if this step is to compute a wrong result.
-    fn fault(&mut self) -> Result<bool, DeviceError> {
-        let phase = self.phase;
-        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
-            None => Ok(false),
-            Some(Kind::WrongResult) => Ok(true),
-            Some(kind) => Err(kind.error(phase)),
-        }
     }
 
     fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
@@ -111,9 +90,7 @@ impl Executor for CpuExecutor {
     fn info(&self) -> DeviceInfo {
         DeviceInfo { device: "cpu".into(), attention_backend: Some("reference".into()), ..Default::default() }
     }
-    fn set_phase(&mut self, phase: Phase) {
-        self.phase = phase;
-    }
+    fn set_phase(&mut self, _phase: Phase) {}
     fn reset(&mut self) -> Result<(), DeviceError> {
         let program = self.plan.graph.as_ref().unwrap_or(&self.plan.eager).program.clone();
         self.storage.reset(&program)
@@ -131,16 +108,12 @@ impl Executor for CpuExecutor {
     }
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         let start = Instant::now();
-        let wrong = self.fault()?;
         let plan = self.arm(Arm::Graph)?.clone();
         self.graphs = vec![Vec::new(); plan.graphs()];
         for segment in &plan.segments {
             let Some(g) = segment.graph else { continue };
             if self.graphs[g].is_empty() {
-                let mut omit = self.omit_launch;
-                if wrong {
-                    omit = Some(segment.launches.start);
-                }
+                let omit = self.omit_launch;
                 self.graphs[g] = segment.launches.clone().filter(|i| Some(*i) != omit).collect();
             }
             // Equal work: what was recorded is what the eager arm issues for this segment, staging apart.

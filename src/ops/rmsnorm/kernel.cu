@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_bwd_residual(const
 
 // dw[col] += sum over rows of partial[row][col]. A block of 256 threads sums 32 columns: 8 threads of four
 // columns side by side, 32 row groups; group g takes rows g, g + 32, ..., then the groups are added in order.
-extern "C" __global__ void __launch_bounds__(256) column_sum(const float* partial, OUT* dw, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(256) column_sum(const float* partial, OUT* dw, int rows, int width, int first, int cols, int accumulate) {
     __shared__ float4 groups[32][8];
     const int lane = threadIdx.x & 7, group = threadIdx.x >> 3;
     const int col = blockIdx.x * 32 + lane * 4;
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(256) column_sum(const float* partia
     if (col < cols) {
         #pragma unroll 4
         for (int row = group; row < rows; row += 32) {
-            const float4 v = *reinterpret_cast<const float4*>(partial + (i64)row * cols + col);
+            const float4 v = *reinterpret_cast<const float4*>(partial + (i64)row * width + first + col);
             s.x += v.x; s.y += v.y; s.z += v.z; s.w += v.w;
         }
     }
@@ -183,6 +183,6 @@ extern "C" __global__ void __launch_bounds__(256) column_sum(const float* partia
         const float* flat = reinterpret_cast<const float*>(groups);
         float sum = 0.f;
         for (int g = 0; g < 32; ++g) sum += flat[g * 32 + threadIdx.x];
-        dw[mine] = Store<OUT>::of(to_f32(dw[mine]) + sum);
+        dw[mine] = Store<OUT>::of(accumulate ? to_f32(dw[mine]) + sum : sum);
     }
 }

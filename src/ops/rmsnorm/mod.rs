@@ -37,11 +37,18 @@ pub struct RmsNormBwd {
     pub residual: bool,
 }
 
-/// dw += column sums of `partial`, in a fixed order. Args: partial R f32 [rows,cols], dw U `out` [cols].
+/// dw (+)= sums of columns `first..first + cols` of `partial`, in a fixed order. Args: partial R f32 [rows,width],
+/// dw U `out` [cols] (W unless `accumulate`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct ColumnSum {
     pub rows: usize,
+    /// Columns of `partial`.
+    pub width: usize,
+    /// First column that is summed.
+    pub first: usize,
     pub cols: usize,
+    /// Adds to `dw` (beta 1), or overwrites it.
+    pub accumulate: bool,
     /// `Bf16` or `F32`.
     pub out: DType,
 }
@@ -99,11 +106,11 @@ impl ColumnSum {
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let (partial, dw) = (args.input(0)?, args.output(1)?);
         let mut sum = vec![0.0; self.cols];
-        for row in partial.chunks(self.cols.max(1)) {
-            sum.iter_mut().zip(row).for_each(|(s, v)| *s += v.f64());
+        for row in partial.chunks(self.width.max(1)) {
+            sum.iter_mut().zip(&row[self.first..]).for_each(|(s, v)| *s += v.f64());
         }
         for (dw, s) in dw.iter_mut().zip(sum) {
-            let total = *dw + T::of(s);
+            let total = if self.accumulate { *dw + T::of(s) } else { T::of(s) };
             *dw = if self.out == DType::Bf16 { total.bf16() } else { total.f32() };
         }
         Ok(())
@@ -250,8 +257,12 @@ impl Op for ColumnSum {
     }
     fn args(&self) -> Vec<ArgSpec> {
         vec![
-            ArgSpec::read("partial", DType::F32, &[self.rows, self.cols]),
-            ArgSpec::update("dw", self.out, &[self.cols]),
+            ArgSpec::read("partial", DType::F32, &[self.rows, self.width]),
+            if self.accumulate {
+                ArgSpec::update("dw", self.out, &[self.cols])
+            } else {
+                ArgSpec::write("dw", self.out, &[self.cols])
+            },
         ]
     }
     fn flops(&self) -> f64 {
@@ -270,7 +281,9 @@ impl Op for ColumnSum {
         if self.rows == 0 || self.cols == 0 {
             return Ok(Issue::Nothing);
         }
-        check_multiple(self.name(), "cols", self.cols, 4)?;
+        for (what, n) in [("cols", self.cols), ("first", self.first), ("width", self.width)] {
+            check_multiple(self.name(), what, n, 4)?;
+        }
         let out = match self.out {
             DType::Bf16 => "bf16",
             DType::F32 => "float",
@@ -285,7 +298,10 @@ impl Op for ColumnSum {
             args[0].into(),
             args[1].into(),
             int_param(self.name(), "rows", self.rows)?.into(),
+            int_param(self.name(), "width", self.width)?.into(),
+            int_param(self.name(), "first", self.first)?.into(),
             int_param(self.name(), "cols", self.cols)?.into(),
+            i32::from(self.accumulate).into(),
         ];
         let blocks = self.cols.div_ceil(COLUMNS_PER_BLOCK);
         cuda.launch(&kernel, Config::linear(blocks, COLUMN_SUM_THREADS), &params)
@@ -347,7 +363,7 @@ mod tests {
     #[test]
     fn column_sum_adds_to_what_is_there() {
         for out in [DType::Bf16, DType::F32] {
-            let op = ColumnSum { rows: 5, cols: 12, out };
+            let op = ColumnSum { rows: 5, width: 12, first: 0, cols: 12, out, accumulate: true };
             let v = inputs(&op, 9);
             let want: Vec<f64> = column_sums(&v[0], 12).iter().zip(&v[1]).map(|(s, d)| s + d).collect();
             assert!(relative_error(&run_f64(&op, &v)[1], &want) < 1e-14);
