@@ -5,6 +5,7 @@ pub mod capture;
 pub mod config;
 pub mod device;
 pub mod doctor;
+pub mod keys;
 pub mod measure;
 pub mod ops;
 pub mod overrides;
