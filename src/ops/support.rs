@@ -1,7 +1,9 @@
 //! What several ops share: checks in `prepare`, and values for `sample`.
 
 use super::Sample;
-use super::rng::{WORD_LR, WORD_MICRO_BATCH, WORD_SEED_HI, WORD_SEED_LO, WORD_STEP, WORDS, normal_of, philox};
+use super::rng::{
+    WORD_LR, WORD_MICRO_BATCH, WORD_SEED_HI, WORD_SEED_LO, WORD_STEP, WORDS, normal_of, philox,
+};
 use crate::device::DeviceError;
 use crate::device::cuda::prep::DevPtr;
 use crate::program::DType;
@@ -27,21 +29,6 @@ pub fn aligned(op: &str, args: &[DevPtr]) -> Result<(), DeviceError> {
             args[i].0
         ))),
     }
-}
-
-/// A shape as a kernel's `int`.
-pub fn int(op: &str, what: &str, value: usize) -> Result<i32, DeviceError> {
-    i32::try_from(value).map_err(|_| {
-        DeviceError::internal(format!("{op}: {what} is {value}, kernels count it up to {}", i32::MAX))
-    })
-}
-
-/// Rows of kernels that move eight elements at a time.
-pub fn vector_rows(op: &str, what: &str, value: usize) -> Result<(), DeviceError> {
-    if value.is_multiple_of(VECTOR) {
-        return Ok(());
-    }
-    Err(DeviceError::Invalid(format!("{op}: {what} is {value}; it must be a multiple of {VECTOR}")))
 }
 
 /// The name of a float dtype in a kernel's source.
@@ -116,9 +103,6 @@ mod tests {
         assert!(e.contains("1 arguments given, it takes 3"), "{e}");
         let e = aligned("adam", &[DevPtr(256), DevPtr(260)]).unwrap_err().to_string();
         assert!(e.contains("argument 1") && e.contains("0x104"), "{e}");
-        let e = vector_rows("embedding_fwd", "hidden", 12).unwrap_err().to_string();
-        assert!(e.contains("hidden is 12") && e.contains('8'), "{e}");
-        assert!(int("x", "rows", 1 << 31).is_err() && int("x", "rows", (1 << 31) - 1).is_ok());
     }
 
     #[test]

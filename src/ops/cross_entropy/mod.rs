@@ -1,14 +1,15 @@
 //! Softmax cross-entropy, loss and gradient in one pass over the logits, and the sum of the losses.
 
-use super::support::{Draws, VECTOR, VECTOR_BYTES, addresses, aligned, int};
-use super::{ArgSpec, CpuArgs, Op, Real, Sample, tolerance};
+use super::support::{Draws, VECTOR, VECTOR_BYTES, addresses, aligned};
+use super::{ArgSpec, CpuArgs, Op, Real, Sample, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 use crate::program::DType;
 use rayon::prelude::*;
 
-const SOURCE: KernelSource = KernelSource { name: "cross_entropy/kernel.cu", text: include_str!("kernel.cu") };
+const SOURCE: KernelSource =
+    KernelSource { name: "cross_entropy/kernel.cu", text: include_str!("kernel.cu") };
 /// Threads of a block when a row is long: one block fills a multiprocessor's shared memory, so it must bring
 /// enough loads in flight alone.
 const THREADS_LONG: u32 = 1024;
@@ -58,7 +59,9 @@ impl CrossEntropy {
         let (logits, labels, loss) = (args.output(0)?, args.ints(1)?, args.output(2)?);
         let scale = T::of(self.grad_scale as f64);
         if self.vocab == 0 {
-            return Err(DeviceError::Invalid("cross_entropy: vocab is 0; there is no softmax of nothing".into()));
+            return Err(DeviceError::Invalid(
+                "cross_entropy: vocab is 0; there is no softmax of nothing".into(),
+            ));
         }
         logits.par_chunks_mut(self.vocab).zip(labels).zip(loss).for_each(|((row, &label), loss)| {
             let max = row.iter().copied().fold(row[0], T::max);
@@ -106,13 +109,20 @@ impl Op for CrossEntropy {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [logits, labels, loss] = addresses(self.name(), args)?;
         if self.tokens == 0 {
             return Ok(Issue::Nothing);
         }
         if self.vocab == 0 {
-            return Err(DeviceError::Invalid("cross_entropy: vocab is 0; there is no softmax of nothing".into()));
+            return Err(DeviceError::Invalid(
+                "cross_entropy: vocab is 0; there is no softmax of nothing".into(),
+            ));
         }
         aligned(self.name(), &[logits])?;
         // A row has at most vocab / 8 whole vectors, wherever it starts.
@@ -122,13 +132,13 @@ impl Op for CrossEntropy {
         let threads = if self.vocab >= LONG_ROW { THREADS_LONG } else { THREADS_SHORT };
         let kernel =
             cuda.kernel(SOURCE, "cross_entropy", &[("THREADS", threads.to_string())], shared_bytes)?;
-        let grid = int(self.name(), "tokens", self.tokens)? as u32;
+        let grid = int_param(self.name(), "tokens", self.tokens)? as u32;
         let config = Config { grid: [grid, 1, 1], block: [threads, 1, 1], shared_bytes };
         let params = [
             Param::Ptr(logits),
             Param::Ptr(labels),
             Param::Ptr(loss),
-            Param::I32(int(self.name(), "vocab", self.vocab)?),
+            Param::I32(int_param(self.name(), "vocab", self.vocab)?),
             Param::I32(kept as i32),
             Param::F32(self.grad_scale),
         ];
@@ -166,7 +176,12 @@ impl Op for LossSum {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [per_token, loss] = addresses(self.name(), args)?;
         if self.tokens == 0 {
             return Ok(Issue::Nothing);
@@ -175,7 +190,7 @@ impl Op for LossSum {
         let params = [
             Param::Ptr(per_token),
             Param::Ptr(loss),
-            Param::I32(int(self.name(), "tokens", self.tokens)?),
+            Param::I32(int_param(self.name(), "tokens", self.tokens)?),
             Param::F32(self.scale),
         ];
         cuda.launch(&kernel, Config::linear(1, LOSS_SUM_THREADS), &params)

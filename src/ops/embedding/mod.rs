@@ -1,7 +1,7 @@
 //! Token embedding: a gather of table rows, and the deterministic scatter-add of its gradient.
 
-use super::support::{self, Draws, addresses, aligned, int};
-use super::{Access, ArgSpec, CpuArgs, Op, Real, Sample, tolerance};
+use super::support::{self, Draws, addresses, aligned};
+use super::{ArgSpec, CpuArgs, Op, Real, Sample, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
@@ -65,9 +65,9 @@ fn sample_ids(seed: u64, tokens: usize, vocab: usize, start: usize) -> Vec<f64> 
 }
 
 fn check(op: &str, tokens: usize, vocab: usize, start: usize, hidden: usize) -> Result<(), DeviceError> {
-    support::vector_rows(op, "hidden", hidden)?;
-    int(op, "tokens", tokens)?;
-    int(op, "vocab_start + vocab", start + vocab)?;
+    check_multiple(op, "hidden", hidden, support::VECTOR)?;
+    int_param(op, "tokens", tokens)?;
+    int_param(op, "vocab_start + vocab", start + vocab)?;
     Ok(())
 }
 
@@ -112,7 +112,12 @@ impl Op for EmbeddingFwd {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [ids, table, out] = addresses(self.name(), args)?;
         check(self.name(), self.tokens, self.vocab, self.vocab_start, self.hidden)?;
         let vectors = self.tokens * self.hidden / support::VECTOR;
@@ -126,10 +131,10 @@ impl Op for EmbeddingFwd {
             Param::Ptr(ids),
             Param::Ptr(table),
             Param::Ptr(out),
-            Param::U32(int(self.name(), "tokens * hidden / 8", vectors)? as u32),
+            Param::U32(int_param(self.name(), "tokens * hidden / 8", vectors)? as u32),
             Param::I32(self.vocab as i32),
             Param::I32(self.vocab_start as i32),
-            Param::I32(int(self.name(), "hidden", self.hidden)?),
+            Param::I32(int_param(self.name(), "hidden", self.hidden)?),
         ];
         cuda.launch(&kernel, Config::linear(blocks, FWD_THREADS), &params)
     }
@@ -188,7 +193,12 @@ impl Op for EmbeddingBwd {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [ids, dout, dtable] = addresses(self.name(), args)?;
         check(self.name(), self.tokens, self.vocab, self.vocab_start, self.hidden)?;
         let grad = support::float_name(self.name(), self.grad)?;
@@ -213,7 +223,7 @@ impl Op for EmbeddingBwd {
             Param::I32(self.tokens as i32),
             Param::I32(self.vocab as i32),
             Param::I32(self.vocab_start as i32),
-            Param::I32(int(self.name(), "hidden", self.hidden)?),
+            Param::I32(int_param(self.name(), "hidden", self.hidden)?),
         ];
         cuda.launch(&kernel, config, &params)
     }

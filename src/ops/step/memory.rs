@@ -69,7 +69,12 @@ impl Op for RandomFill {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [words, out] = addresses(self.name(), args)?;
         let len = self.len_u32()?;
         let element = float_name(self.name(), self.dtype)?;
@@ -120,7 +125,12 @@ impl Op for Zero {
     }
     cpu_reference!();
 
-    fn prepare(&self, _cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        _cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [dst] = addresses(self.name(), args)?;
         let bytes = self.len * self.dtype.size();
         Ok(if bytes == 0 { Issue::Nothing } else { Issue::Zero { dst, bytes } })
@@ -160,7 +170,12 @@ impl Op for Copy {
     }
     cpu_reference!();
 
-    fn prepare(&self, _cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        _cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [src, dst] = addresses(self.name(), args)?;
         let bytes = self.len * self.dtype.size();
         Ok(if bytes == 0 { Issue::Nothing } else { Issue::Copy { dst, src, bytes } })

@@ -6,8 +6,8 @@ use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, Param};
 use crate::ops::rng::{Rng, WORDS};
 use crate::ops::rope::Positions;
-use crate::ops::support::{addresses, int, sample_words};
-use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample};
+use crate::ops::support::{addresses, sample_words};
+use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample, int_param};
 use crate::program::DType;
 
 /// Bits of the position in a token's index: sequences of up to 16 Mi tokens.
@@ -32,7 +32,7 @@ pub struct TokenGen {
 
 impl TokenGen {
     fn tokens(&self) -> usize {
-        self.positions.batch * self.positions.seq
+        self.positions.rows()
     }
 
     fn check(&self) -> Result<(), DeviceError> {
@@ -49,8 +49,8 @@ impl TokenGen {
         if self.vocab == 0 {
             return Err(DeviceError::Invalid("token_gen: vocab is 0; there is no token to draw".into()));
         }
-        int(self.name(), "tokens", self.tokens())?;
-        int(self.name(), "vocab", self.vocab)?;
+        int_param(self.name(), "tokens", self.tokens())?;
+        int_param(self.name(), "vocab", self.vocab)?;
         Ok(())
     }
 
@@ -90,7 +90,12 @@ impl Op for TokenGen {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [words, ids, labels] = addresses(self.name(), args)?;
         self.check()?;
         let tokens = self.tokens();
@@ -139,7 +144,7 @@ mod tests {
         // cp = 2: rank r holds chunks r and 3 - r of 16 tokens.
         for chunks in [[(0, 16), (48, 16)], [(16, 16), (32, 16)]] {
             let part = Positions { batch: 3, seq: 32, chunks };
-            let (part_ids, part_labels) = generate(part.clone(), &words);
+            let (part_ids, part_labels) = generate(part, &words);
             for row in 0..96 {
                 let whole = row / 32 * 64 + part.position(row);
                 assert_eq!((part_ids[row], part_labels[row]), (ids[whole], labels[whole]), "row {row}");
@@ -151,14 +156,14 @@ mod tests {
     fn labels_are_the_next_tokens_and_steps_differ() {
         let positions = Positions { batch: 2, seq: 7, chunks: [(0, 7), (0, 0)] };
         let mut words = sample_words(4, 0.0);
-        let (ids, labels) = generate(positions.clone(), &words);
+        let (ids, labels) = generate(positions, &words);
         assert_eq!(ids[1..7], labels[..6]);
         assert_eq!(ids[8..], labels[7..13]);
         assert_ne!(ids[..7], ids[7..]);
         assert!(ids.iter().chain(&labels).all(|i| (0.0..VOCAB as f64).contains(i)));
         for word in [WORD_STEP, WORD_MICRO_BATCH] {
             words[word] += 1.0;
-            assert_ne!(generate(positions.clone(), &words).0, ids);
+            assert_ne!(generate(positions, &words).0, ids);
         }
     }
 

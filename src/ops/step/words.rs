@@ -48,14 +48,8 @@ fn steps(n: usize) -> u32 {
 /// which does the same.
 #[allow(clippy::approx_constant, clippy::excessive_precision)]
 fn cos_pi(r: f32) -> f32 {
-    const TERMS: [f32; 6] = [
-        1.60590438e-10,
-        -2.50521084e-8,
-        2.75573192e-6,
-        -1.98412698e-4,
-        8.33333333e-3,
-        -1.66666667e-1,
-    ];
+    const TERMS: [f32; 6] =
+        [1.60590438e-10, -2.50521084e-8, 2.75573192e-6, -1.98412698e-4, 8.33333333e-3, -1.66666667e-1];
     let y = 3.14159265f32 * (0.5 - r);
     let y2 = y * y;
     let s = TERMS[1..].iter().fold(TERMS[0], |s, t| s * y2 + t);
@@ -108,7 +102,12 @@ impl Op for StepEnd {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [words] = addresses(self.name(), args)?;
         let kernel = cuda.kernel(SOURCE, "step_end", &[], 0)?;
         let params = [
@@ -145,7 +144,12 @@ impl Op for StepBegin {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [words, loss] = addresses(self.name(), args)?;
         let kernel = cuda.kernel(SOURCE, "step_begin", &[], 0)?;
         cuda.launch(&kernel, Config::linear(1, 1), &[words.into(), loss.into()])
@@ -175,7 +179,12 @@ impl Op for MicroBatchAdvance {
     }
     cpu_reference!();
 
-    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], _workspace: DevPtr) -> Result<Issue, DeviceError> {
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
         let [words] = addresses(self.name(), args)?;
         let kernel = cuda.kernel(SOURCE, "micro_batch_advance", &[], 0)?;
         cuda.launch(&kernel, Config::linear(1, 1), &[words.into()])
