@@ -125,6 +125,8 @@ pub struct Model {
     pub rotary_base: f64,
     /// Part of each head that is rotated.
     pub rotary_percent: f64,
+    /// Llama 3.1's scaling of low rotary frequencies.
+    pub rope_scaling: Option<crate::ops::rope::RopeScaling>,
     pub tied_embeddings: bool,
     pub init_method_std: f64,
     pub attention_dropout: f64,
@@ -240,6 +242,8 @@ pub struct Optimizer {
     pub lr: f64,
     pub min_lr: f64,
     pub warmup_iters: usize,
+    /// Steps over which the rate falls to `min_lr`.
+    pub decay_iters: usize,
     pub clip_grad: f64,
     pub beta1: f64,
     pub beta2: f64,

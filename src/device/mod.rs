@@ -207,6 +207,11 @@ pub trait Executor {
     /// State of the card now.
     fn health(&mut self) -> Health;
 
+    /// Values of a buffer of the eager arm's program, as f32; integers converted. Waits for the device.
+    fn read(&mut self, buffer: crate::program::BufId) -> Result<Vec<f32>, DeviceError> {
+        Err(DeviceError::internal(format!("this device cannot read buffer {}", buffer.0)))
+    }
+
     /// Union of kernel intervals of one step from a profiling pass, or why there is none. Last in a process.
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String>;
 }

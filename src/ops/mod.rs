@@ -18,7 +18,10 @@ pub mod rng;
 pub mod rope;
 pub mod router;
 pub mod step;
+pub mod support;
 pub mod swiglu;
+#[cfg(test)]
+pub mod testing;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
@@ -140,6 +143,24 @@ pub trait Op: Debug + Send + Sync {
     /// Everything slow: kernels compiled and looked up, plans made. The returned [`Issue`] only launches.
     /// `args[i]` is the device address of argument i, `workspace` that of the scratch piece.
     fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError>;
+}
+
+/// `n` as a kernel's `int` parameter; an error names the op and the size.
+pub fn int_param(op: &str, what: &str, n: usize) -> Result<i32, DeviceError> {
+    i32::try_from(n).map_err(|_| {
+        DeviceError::Invalid(format!(
+            "{op}: {what} is {n}, the kernel takes at most {}; use a smaller shape",
+            i32::MAX
+        ))
+    })
+}
+
+/// Refuses a size that the vector accesses of a kernel cannot take.
+pub fn check_multiple(op: &str, what: &str, n: usize, of: usize) -> Result<(), DeviceError> {
+    if n > 0 && n.is_multiple_of(of) {
+        return Ok(());
+    }
+    Err(DeviceError::Invalid(format!("{op}: {what} is {n}, the kernel needs a positive multiple of {of}")))
 }
 
 /// The generic reference `fn run<T: Real>(&self, args: &mut CpuArgs<T>)` of an op serves both element types.

@@ -1,1 +1,95 @@
-//! workloads
+//! RunConfig -> Program: one rank's step as a list of launches. Knows ops by shape, no device.
+//!
+//! There is no autograd: each layer file emits its forward and its backward launches itself.
+
+mod attention;
+mod head;
+mod linear;
+mod mlp;
+mod moe;
+mod optimizer;
+pub mod share;
+pub mod shrink;
+mod step;
+#[cfg(test)]
+pub mod testing;
+mod weights;
+
+pub use step::build;
+
+use crate::config::{LayerKind, RunConfig};
+use crate::ops::gemm::Accumulate;
+use crate::ops::rope::Positions;
+use crate::program::builder::Builder;
+use crate::program::{BufId, DType};
+use share::RankShare;
+use weights::Weights;
+
+/// Seed offset of the model-parallel random state (rules file, section 9; Megatron-Core
+/// `tensor_parallel/random.py`, `model_parallel_cuda_manual_seed`). Tensor rank 0.
+const MODEL_PARALLEL_SEED: u32 = 2718;
+/// Seed offset per pipeline rank (the same source).
+const PIPELINE_SEED: u32 = 100;
+
+/// Why a configuration has no program.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkloadError {
+    #[error("{0}")]
+    Unsupported(String),
+    #[error("internal error while building the step: {0}; please report it")]
+    Internal(String),
+}
+
+/// The pieces a layer is made of, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sublayer {
+    Attention,
+    Mlp,
+    Moe,
+}
+
+fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
+    match kind {
+        LayerKind::Dense => Ok(&[Sublayer::Attention, Sublayer::Mlp]),
+        LayerKind::Moe => Ok(&[Sublayer::Attention, Sublayer::Moe]),
+        LayerKind::AttnOnly => Ok(&[Sublayer::Attention]),
+        LayerKind::MlpOnly => Ok(&[Sublayer::Mlp]),
+        LayerKind::MoeOnly => Ok(&[Sublayer::Moe]),
+        LayerKind::Mamba => Err(WorkloadError::Unsupported("Mamba layers are not built yet".into())),
+    }
+}
+
+/// What the layer files share while they emit launches.
+struct Stack<'a> {
+    b: Builder,
+    cfg: &'a RunConfig,
+    share: &'a RankShare,
+    weights: Weights,
+    /// Rows of a micro-batch on this rank outside sequence-parallel regions.
+    tokens: usize,
+    /// Rows where sequence parallelism splits them over tensor ranks (norms, residual stream).
+    split_tokens: usize,
+    positions: Positions,
+    /// RNG tracker words.
+    words: BufId,
+    /// How weight gradients enter the main gradients: added up, or written once (`--stack_only`).
+    accumulate: Accumulate,
+}
+
+impl Stack<'_> {
+    fn grad_dtype(&self) -> DType {
+        if self.cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 }
+    }
+    /// bf16 activation of layer `l`.
+    fn act(&mut self, l: usize, what: &str, shape: &[usize]) -> BufId {
+        self.b.activation(&format!("l{l}.{what}"), DType::Bf16, shape)
+    }
+    /// Activation of layer `l` of another dtype.
+    fn act_as(&mut self, l: usize, what: &str, dtype: DType, shape: &[usize]) -> BufId {
+        self.b.activation(&format!("l{l}.{what}"), dtype, shape)
+    }
+    /// Seed offset of the model-parallel state of this stage.
+    fn model_seed(&self) -> u32 {
+        MODEL_PARALLEL_SEED + PIPELINE_SEED * self.cfg.parallel.pp_rank as u32
+    }
+}

@@ -1,1 +1,168 @@
-//! The CPU device: the same program run by the ops' references.
+//! The CPU device: the same program, run by the ops' references with bf16 rounding at the contract's points.
+//!
+//! Its "graph" is the recorded list of a segment's launches, replayed: the flow and the proofs are those of
+//! the GPU, the speed-up means nothing and stays empty.
+
+mod storage;
+
+pub use storage::Storage;
+
+use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
+use crate::capture::{ArmPlan, RunPlan};
+use crate::program::{BufId, Lifetime};
+use std::collections::VecDeque;
+use std::time::Instant;
+
+/// Runs a [`RunPlan`] on the host.
+pub struct CpuExecutor {
+    plan: RunPlan,
+    storage: Storage,
+    /// Launch indices by graph id, once captured.
+    graphs: Vec<Vec<usize>>,
+    captured: bool,
+    /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
+    omit_launch: Option<usize>,
+    finished: VecDeque<Result<Finished, DeviceError>>,
+    tickets: u64,
+    start: Instant,
+}
+
+impl CpuExecutor {
+    pub fn new(plan: RunPlan, omit_launch: Option<usize>) -> Result<Self, DeviceError> {
+        // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
+        let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
+        let storage = Storage::new(&widest, plan.seed);
+        Ok(Self {
+            plan,
+            storage,
+            graphs: Vec::new(),
+            captured: false,
+            omit_launch,
+            finished: VecDeque::new(),
+            tickets: 0,
+            start: Instant::now(),
+        })
+    }
+
+    fn arm(&self, arm: Arm) -> Result<&ArmPlan, DeviceError> {
+        match arm {
+            Arm::Eager => Ok(&self.plan.eager),
+            Arm::Graph => self.plan.graph.as_ref().ok_or_else(|| DeviceError::internal("this run has no graph arm")),
+        }
+    }
+
+    fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
+        let plan = self.arm(arm)?.clone();
+        let replay = arm == Arm::Graph && self.captured;
+        let mut wait_ms = 0.0;
+        for segment in &plan.segments {
+            let list: Vec<usize> = match segment.graph {
+                Some(g) if replay => {
+                    // A shared graph was recorded at its first segment; its launches are equal in op and buffers.
+                    self.graphs[g].clone()
+                }
+                _ => segment.launches.clone().collect(),
+            };
+            for i in list {
+                let launch = &plan.program.launches[i];
+                let t = Instant::now();
+                self.storage.run(&plan.program, launch)?;
+                if launch.host_sync() {
+                    wait_ms += t.elapsed().as_secs_f64() * 1e3;
+                }
+            }
+        }
+        Ok(wait_ms)
+    }
+
+    fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
+        let program = &self.arm(arm)?.program;
+        let scalar = |id: Option<BufId>| id.and_then(|id| self.storage.read(program, id).first().copied());
+        let fault = program.faults.iter().find(|(id, _)| self.storage.read(program, *id).iter().any(|v| *v != 0.0));
+        if let Some((_, meaning)) = fault {
+            return Err(DeviceError::Invalid(meaning.clone()));
+        }
+        Ok(Finished { done_at_ms: self.now_ms(), device_span_ms: None, loss: scalar(program.loss), grad_norm: scalar(program.grad_norm), fault: None })
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { device: "cpu".into(), attention_backend: Some("reference".into()), ..Default::default() }
+    }
+    fn set_phase(&mut self, _phase: Phase) {}
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        let program = self.plan.graph.as_ref().unwrap_or(&self.plan.eager).program.clone();
+        self.storage.reset(&program)
+    }
+    fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
+        let start = self.now_ms();
+        let wait_ms = self.run_step(arm)?;
+        let result = self.result(arm);
+        self.finished.push_back(result);
+        self.tickets += 1;
+        Ok(Submitted { submit_ms: self.now_ms() - start - wait_ms, wait_ms, ticket: self.tickets })
+    }
+    fn wait(&mut self, _step: Submitted) -> Result<Finished, DeviceError> {
+        self.finished.pop_front().unwrap_or_else(|| Err(DeviceError::internal("waited for a step that was not submitted")))
+    }
+    fn capture(&mut self) -> Result<GraphCost, DeviceError> {
+        let start = Instant::now();
+        let plan = self.arm(Arm::Graph)?.clone();
+        self.graphs = vec![Vec::new(); plan.graphs()];
+        for segment in &plan.segments {
+            let Some(g) = segment.graph else { continue };
+            if self.graphs[g].is_empty() {
+                let omit = self.omit_launch;
+                self.graphs[g] = segment.launches.clone().filter(|i| Some(*i) != omit).collect();
+            }
+            // Equal work: what was recorded is what the eager arm issues for this segment, staging apart.
+            let eager = segment.launches.clone().filter(|&i| !plan.program.launches[i].staging).count();
+            let recorded = self.graphs[g].iter().filter(|&&i| !plan.program.launches[i].staging).count();
+            if eager != recorded {
+                return Err(DeviceError::Unequal(format!("graph {g} ({}) holds {recorded} launches, the eager arm issues {eager} there", segment.label)));
+            }
+        }
+        self.captured = true;
+        let nodes = self.graphs.iter().map(Vec::len).sum();
+        let launches_per_step = plan.segments.iter().filter(|s| s.graph.is_some()).count();
+        Ok(GraphCost {
+            capture_ms: start.elapsed().as_secs_f64() * 1e3,
+            graphs: plan.graphs(),
+            nodes,
+            launches_per_step,
+            memory_note: "a CPU graph is a list of launches and takes no device memory".into(),
+            ..Default::default()
+        })
+    }
+    fn destroy_graphs(&mut self) -> Result<(), DeviceError> {
+        self.captured = false;
+        self.graphs.clear();
+        Ok(())
+    }
+    fn digest(&mut self) -> Result<Vec<(String, u64)>, DeviceError> {
+        let program = &self.plan.eager.program;
+        Ok(program.digest.iter().map(|&id| (program.buffer(id).name.clone(), self.storage.digest(program, id))).collect())
+    }
+    fn launches_per_step(&self, arm: Arm) -> usize {
+        self.arm(arm).map_or(0, |p| p.program.launches.len())
+    }
+    fn planned_bytes(&self, arm: Arm) -> u64 {
+        self.arm(arm).map_or(0, |p| {
+            let host: usize = p.program.buffers.iter().filter(|b| b.lifetime == Lifetime::Host).map(|b| b.bytes()).sum();
+            (p.memory.persistent_bytes + p.memory.arena_bytes + host) as u64
+        })
+    }
+    fn now_ms(&self) -> f64 {
+        self.start.elapsed().as_secs_f64() * 1e3
+    }
+    fn health(&mut self) -> Health {
+        Health::default()
+    }
+    fn read(&mut self, buffer: BufId) -> Result<Vec<f32>, DeviceError> {
+        Ok(self.storage.read(&self.plan.eager.program, buffer))
+    }
+    fn busy_ms(&mut self, _arm: Arm) -> Result<f64, String> {
+        Err("the CPU device has no kernels to time".into())
+    }
+}

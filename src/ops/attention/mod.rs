@@ -1,1 +1,235 @@
-//! Op family `attention`.
+//! Causal attention with grouped query heads, forward and backward.
+//!
+//! `o = softmax(mask(q k^T / sqrt(d))) v` per head; query head h reads key and value head
+//! `h / (q_heads / kv_heads)`. A query row at global position p sees the keys at positions 0..=p. The scores
+//! are never stored: the forward pass keeps one log-sum-exp a row, the backward pass recomputes from it
+//! (Dao, "FlashAttention-2", 2023; online softmax: Milakov and Gimelshein, 2018).
+//!
+//! Rounding on the device: inputs and outputs bf16; scores, softmax and all sums fp32; the (dropped)
+//! probabilities and the score gradients are rounded to bf16 where they enter the second products. The CPU
+//! reference leaves those two unrounded.
+
+mod launch;
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use crate::cpu_reference;
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
+use crate::ops::dropout::Dropout;
+use crate::ops::rng::{WORDS, normal_of, philox};
+use crate::ops::rope::Positions;
+use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample, tolerance};
+use crate::program::DType;
+
+/// Shapes of one attention. Rows of q, o and their gradients are `b * q_len + i`; rows of k and v are
+/// `b * kv_len + j` with j the global position.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttnShape {
+    /// Of the query rows: `batch` sequences of `seq` = q_len local rows, in up to two chunks.
+    pub positions: Positions,
+    /// Keys a sequence: the global length.
+    pub kv_len: usize,
+    pub q_heads: usize,
+    /// Divides `q_heads`.
+    pub kv_heads: usize,
+    /// Width of a head: on the device a multiple of 16 up to 128.
+    pub head_dim: usize,
+    /// On the probabilities. Element index `((b * q_heads + h) * q_len + i) * kv_len + j`, modulo 2^34.
+    pub dropout: Option<Dropout>,
+}
+
+impl AttnShape {
+    pub fn batch(&self) -> usize {
+        self.positions.batch
+    }
+    /// Query rows a sequence.
+    pub fn q_len(&self) -> usize {
+        self.positions.seq
+    }
+    /// Factor of the scores, 1 / sqrt(head_dim).
+    pub fn scale(&self) -> f64 {
+        1.0 / (self.head_dim as f64).sqrt()
+    }
+    /// Keys that local query row `i` sees.
+    pub fn visible(&self, i: usize) -> usize {
+        (self.positions.position(i) + 1).min(self.kv_len)
+    }
+    /// Pairs of a query and a key that it sees, over all heads and sequences.
+    pub fn pairs(&self) -> f64 {
+        let one: f64 = (0..self.q_len()).map(|i| self.visible(i) as f64).sum();
+        one * (self.batch() * self.q_heads) as f64
+    }
+    fn q_shape(&self) -> [usize; 2] {
+        [self.batch() * self.q_len(), self.q_heads * self.head_dim]
+    }
+    fn kv_shape(&self) -> [usize; 2] {
+        [self.batch() * self.kv_len, self.kv_heads * self.head_dim]
+    }
+    fn lse_shape(&self) -> [usize; 3] {
+        [self.batch(), self.q_heads, self.q_len()]
+    }
+}
+
+/// Args: q R bf16 `[B*q_len, q_heads*d]`, k R, v R bf16 `[B*kv_len, kv_heads*d]`, (words R u32 `[WORDS]` with
+/// dropout), o W bf16 `[B*q_len, q_heads*d]`, lse W f32 `[B, q_heads, q_len]` (natural logarithm, of the
+/// scaled scores).
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttnFwd {
+    pub shape: AttnShape,
+}
+
+/// Args: q R, k R, v R, o R, lse R, do R (as in [`AttnFwd`]), (words R with dropout), dq W, dk W, dv W bf16.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttnBwd {
+    pub shape: AttnShape,
+}
+
+impl Op for AttnFwd {
+    fn name(&self) -> &'static str {
+        "attention_fwd"
+    }
+
+    fn args(&self) -> Vec<ArgSpec> {
+        let s = &self.shape;
+        let mut args = vec![
+            ArgSpec::read("q", DType::Bf16, &s.q_shape()),
+            ArgSpec::read("k", DType::Bf16, &s.kv_shape()),
+            ArgSpec::read("v", DType::Bf16, &s.kv_shape()),
+        ];
+        if s.dropout.is_some() {
+            args.push(ArgSpec::read("words", DType::U32, &[WORDS]));
+        }
+        args.push(ArgSpec::write("o", DType::Bf16, &s.q_shape()));
+        args.push(ArgSpec::write("lse", DType::F32, &s.lse_shape()));
+        args
+    }
+
+    /// Two products over the visible pairs.
+    fn flops(&self) -> f64 {
+        4.0 * self.shape.pairs() * self.shape.head_dim as f64
+    }
+
+    fn tolerance(&self, arg: usize) -> f64 {
+        let s = &self.shape;
+        if self.args().get(arg).is_some_and(|a| a.dtype == DType::F32) {
+            return tolerance(DType::F32, s.head_dim + s.kv_len, 0);
+        }
+        // The probabilities are rounded on the device.
+        tolerance(DType::Bf16, s.head_dim + s.kv_len, 1)
+    }
+
+    cpu_reference!();
+
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        launch::forward(&self.shape, cuda, args)
+    }
+}
+
+impl AttnFwd {
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        let s = &self.shape;
+        launch::check(s)?;
+        let (q, k, v) = (args.input(0)?, args.input(1)?, args.input(2)?);
+        let words = if s.dropout.is_some() { args.ints(3)? } else { &[] };
+        let out = if s.dropout.is_some() { 4 } else { 3 };
+        reference::forward(s, q, k, v, words, args.output(out)?, args.output(out + 1)?);
+        Ok(())
+    }
+}
+
+impl Op for AttnBwd {
+    fn name(&self) -> &'static str {
+        "attention_bwd"
+    }
+
+    fn args(&self) -> Vec<ArgSpec> {
+        let s = &self.shape;
+        let mut args = vec![
+            ArgSpec::read("q", DType::Bf16, &s.q_shape()),
+            ArgSpec::read("k", DType::Bf16, &s.kv_shape()),
+            ArgSpec::read("v", DType::Bf16, &s.kv_shape()),
+            ArgSpec::read("o", DType::Bf16, &s.q_shape()).sample(Sample::Custom),
+            ArgSpec::read("lse", DType::F32, &s.lse_shape()).sample(Sample::Custom),
+            ArgSpec::read("do", DType::Bf16, &s.q_shape()),
+        ];
+        if s.dropout.is_some() {
+            args.push(ArgSpec::read("words", DType::U32, &[WORDS]));
+        }
+        args.push(ArgSpec::write("dq", DType::Bf16, &s.q_shape()));
+        args.push(ArgSpec::write("dk", DType::Bf16, &s.kv_shape()));
+        args.push(ArgSpec::write("dv", DType::Bf16, &s.kv_shape()));
+        args
+    }
+
+    /// Five products over the visible pairs (the scores once more, and four gradients); what the kernels
+    /// recompute beyond that is not counted.
+    fn flops(&self) -> f64 {
+        10.0 * self.shape.pairs() * self.shape.head_dim as f64
+    }
+
+    fn workspace(&self) -> usize {
+        launch::backward_workspace(&self.shape)
+    }
+
+    fn tolerance(&self, _arg: usize) -> f64 {
+        // Probabilities and score gradients are rounded on the device; dk and dv sum over the group's rows.
+        let s = &self.shape;
+        let rows = s.q_len() * s.q_heads / s.kv_heads.max(1);
+        tolerance(DType::Bf16, s.head_dim + s.kv_len.max(rows), 2)
+    }
+
+    /// q, k, v and do random; o and lse those of the forward pass, as bf16 and f32 hold them.
+    fn sample(&self, seed: u64) -> Option<Vec<Vec<f64>>> {
+        let s = &self.shape;
+        let normals = |arg: u32, n: usize| -> Vec<f64> {
+            let value =
+                |i: usize| normal_of(philox([i as u32, arg, 0, 0], [seed as u32, (seed >> 32) as u32]));
+            (0..n).map(|i| value(i).bf16().f64()).collect()
+        };
+        let (rows, keys) = (s.q_shape().iter().product(), s.kv_shape().iter().product());
+        let (q, k, v, d_o) = (normals(0, rows), normals(1, keys), normals(2, keys), normals(3, rows));
+        let words: Vec<i32> = (0..WORDS as i32).map(|i| i + 1).collect();
+        let (mut o, mut lse) = (vec![0.0f64; rows], vec![0.0f64; s.lse_shape().iter().product()]);
+        reference::forward(s, &q, &k, &v, &words, &mut o, &mut lse);
+        o.iter_mut().for_each(|x| *x = (*x as f32).bf16().f64());
+        lse.iter_mut().for_each(|x| *x = *x as f32 as f64);
+        let mut values = vec![q, k, v, o, lse, d_o];
+        if s.dropout.is_some() {
+            values.push(words.into_iter().map(f64::from).collect());
+        }
+        values.extend([vec![], vec![], vec![]]);
+        Some(values)
+    }
+
+    cpu_reference!();
+
+    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError> {
+        launch::backward(&self.shape, cuda, args, workspace)
+    }
+}
+
+impl AttnBwd {
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        let s = &self.shape;
+        launch::check(s)?;
+        let saved = reference::Saved {
+            q: args.input(0)?,
+            k: args.input(1)?,
+            v: args.input(2)?,
+            o: args.input(3)?,
+            lse: args.input(4)?,
+            d_o: args.input(5)?,
+            words: if s.dropout.is_some() { args.ints(6)? } else { &[] },
+        };
+        let out = if s.dropout.is_some() { 7 } else { 6 };
+        reference::backward(s, &saved, args.output(out)?, args.output(out + 1)?, args.output(out + 2)?);
+        Ok(())
+    }
+}

@@ -1,1 +1,265 @@
-//! Op family `collective`.
+//! Stand-ins for collectives: device copies of the bytes that this rank would send; and counts to the host.
+
+use super::support::{addresses, sample_of};
+use super::{ArgSpec, CpuArgs, Op, Real, Sample};
+use crate::cpu_reference;
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
+use crate::program::DType;
+use serde::Serialize;
+
+/// Most scratch of a stand-in that only sends: larger messages pass through it piece by piece, as they pass
+/// through a communicator's own buffers. Five times the L2 cache of an H200 (50 MiB), so that pieces go to memory.
+const MAX_SCRATCH_BYTES: usize = 256 << 20;
+
+/// Which exchange between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Collective {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+    AllToAll,
+}
+
+/// Copies the bytes that this rank would send to `ranks - 1` others; the result is what the exchange would give
+/// if all ranks held this rank's data, but nothing is summed.
+///
+/// - AllGather: x `[rows, cols]` -> out `[ranks*rows, cols]`, x in every slot.
+/// - ReduceScatter: x `[ranks*rows, cols]` -> out `[rows, cols]`, chunk 0 of x; the others go to scratch.
+/// - AllReduce: x `[rows, cols]` (updated, unchanged); (ranks-1)/ranks of its bytes go to scratch twice, the
+///   traffic of a ring.
+/// - AllToAll: x `[rows, cols]` -> out `[rows, cols]`, a copy.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StandIn {
+    pub kind: Collective,
+    /// Rows of the local piece.
+    pub rows: usize,
+    pub cols: usize,
+    pub ranks: usize,
+    pub dtype: DType,
+}
+
+impl StandIn {
+    /// Bytes of `[rows, cols]`.
+    fn local_bytes(&self) -> usize {
+        self.rows * self.cols * self.dtype.size()
+    }
+    /// Bytes that one pass sends to scratch: chunks of the other ranks.
+    fn sent_bytes(&self) -> usize {
+        let others = self.ranks.saturating_sub(1);
+        match self.kind {
+            Collective::ReduceScatter => others * self.local_bytes(),
+            // Chunks of whole elements; ranks may not divide the length.
+            Collective::AllReduce => {
+                let len = self.rows * self.cols;
+                (len - len.div_ceil(self.ranks.max(1))) * self.dtype.size()
+            }
+            Collective::AllGather | Collective::AllToAll => 0,
+        }
+    }
+
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        if self.kind == Collective::AllReduce {
+            return Ok(());
+        }
+        if self.dtype.is_float() {
+            self.copy(args.input(0)?, args.output(1)?);
+        } else {
+            self.copy(args.ints(0)?, args.ints_out(1)?);
+        }
+        Ok(())
+    }
+    fn copy<E: Copy>(&self, x: &[E], out: &mut [E]) {
+        let len = self.rows * self.cols;
+        if len > 0 {
+            out.chunks_mut(len).for_each(|slot| slot.copy_from_slice(&x[..len]));
+        }
+    }
+}
+
+/// Copies `bytes` from `src` to one scratch of `scratch_bytes`, piece after piece.
+fn send(pieces: &mut Vec<Issue>, scratch: DevPtr, src: DevPtr, bytes: usize, scratch_bytes: usize) {
+    let mut done = 0;
+    while done < bytes {
+        let piece = (bytes - done).min(scratch_bytes);
+        pieces.push(Issue::Copy { dst: scratch, src: src.offset(done), bytes: piece });
+        done += piece;
+    }
+}
+
+impl Op for StandIn {
+    fn name(&self) -> &'static str {
+        match self.kind {
+            Collective::AllGather => "stand_in_all_gather",
+            Collective::ReduceScatter => "stand_in_reduce_scatter",
+            Collective::AllReduce => "stand_in_all_reduce",
+            Collective::AllToAll => "stand_in_all_to_all",
+        }
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        let x = |rows| ArgSpec::read("x", self.dtype, &[rows, self.cols]).sample(sample_of(self.dtype));
+        let out = |rows| ArgSpec::write("out", self.dtype, &[rows, self.cols]);
+        match self.kind {
+            Collective::AllGather => vec![x(self.rows), out(self.ranks * self.rows)],
+            Collective::ReduceScatter => vec![x(self.ranks * self.rows), out(self.rows)],
+            Collective::AllReduce => {
+                vec![ArgSpec::update("x", self.dtype, &[self.rows, self.cols]).sample(sample_of(self.dtype))]
+            }
+            Collective::AllToAll => vec![x(self.rows), out(self.rows)],
+        }
+    }
+    /// Every copy reads and writes.
+    fn bytes(&self) -> f64 {
+        let copied = match self.kind {
+            Collective::AllGather => self.ranks * self.local_bytes(),
+            Collective::ReduceScatter => self.local_bytes() + self.sent_bytes(),
+            Collective::AllReduce => 2 * self.sent_bytes(),
+            Collective::AllToAll => self.local_bytes(),
+        };
+        2.0 * copied as f64
+    }
+    /// Scratch for the bytes that leave this rank.
+    fn workspace(&self) -> usize {
+        self.sent_bytes().min(MAX_SCRATCH_BYTES)
+    }
+    fn stand_in(&self) -> bool {
+        true
+    }
+    fn tolerance(&self, _arg: usize) -> f64 {
+        0.0
+    }
+    cpu_reference!();
+
+    fn prepare(
+        &self,
+        _cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        let bytes = self.local_bytes();
+        let mut pieces = Vec::new();
+        if self.kind == Collective::AllReduce {
+            let [x] = addresses(self.name(), args)?;
+            for _pass in ["reduce-scatter", "all-gather"] {
+                send(&mut pieces, workspace, x, self.sent_bytes(), self.workspace());
+            }
+        } else {
+            let [x, out] = addresses(self.name(), args)?;
+            let slots = if self.kind == Collective::AllGather { self.ranks } else { 1 };
+            if bytes > 0 {
+                let to_slot = |s| Issue::Copy { dst: out.offset(s * bytes), src: x, bytes };
+                pieces.extend((0..slots).map(to_slot));
+            }
+            send(&mut pieces, workspace, x.offset(bytes), self.sent_bytes(), self.workspace());
+        }
+        Ok(match pieces.len() {
+            0 => Issue::Nothing,
+            1 => pieces.remove(0),
+            _ => Issue::Many(pieces),
+        })
+    }
+}
+
+/// Copies counts to pinned host memory and waits for them: the host then knows how many rows to exchange.
+///
+/// Arguments: counts `[len]`, host `[len]` (lifetime `Host`).
+#[derive(Debug, Clone, PartialEq)]
+pub struct CountsToHost {
+    pub len: usize,
+}
+
+impl CountsToHost {
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        args.ints_out(1)?.copy_from_slice(args.ints(0)?);
+        Ok(())
+    }
+}
+
+impl Op for CountsToHost {
+    fn name(&self) -> &'static str {
+        "counts_to_host"
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        vec![
+            ArgSpec::read("counts", DType::I32, &[self.len]).sample(Sample::Below(1 << 20)),
+            ArgSpec::write("host", DType::I32, &[self.len]),
+        ]
+    }
+    fn host_sync(&self) -> bool {
+        true
+    }
+    fn tolerance(&self, _arg: usize) -> f64 {
+        0.0
+    }
+    cpu_reference!();
+
+    fn prepare(
+        &self,
+        _cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        let [src, dst] = addresses(self.name(), args)?;
+        let bytes = self.len * DType::I32.size();
+        Ok(if bytes == 0 { Issue::Nothing } else { Issue::CopyToHostAndWait { dst, src, bytes } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{inputs, run_f64};
+    use super::*;
+
+    fn stand_in(kind: Collective, ranks: usize, dtype: DType) -> StandIn {
+        StandIn { kind, rows: 3, cols: 5, ranks, dtype }
+    }
+
+    #[test]
+    fn results_are_copies_of_the_input() {
+        for dtype in [DType::Bf16, DType::I32] {
+            let op = stand_in(Collective::AllGather, 4, dtype);
+            let values = inputs(&op, 1);
+            assert_eq!(run_f64(&op, &values)[1], values[0].repeat(4));
+            let op = stand_in(Collective::ReduceScatter, 4, dtype);
+            let values = inputs(&op, 2);
+            assert_eq!(run_f64(&op, &values)[1], values[0][..15]);
+            let op = stand_in(Collective::AllToAll, 4, dtype);
+            let values = inputs(&op, 3);
+            assert_eq!(run_f64(&op, &values)[1], values[0]);
+            let op = stand_in(Collective::AllReduce, 4, dtype);
+            let values = inputs(&op, 4);
+            assert_eq!(run_f64(&op, &values)[0], values[0]);
+        }
+        let op = CountsToHost { len: 9 };
+        let values = inputs(&op, 5);
+        assert_eq!(run_f64(&op, &values)[1], values[0]);
+    }
+
+    #[test]
+    fn scratch_holds_what_leaves_the_rank() {
+        // 15 elements in 4 chunks: the own one has 4, 11 are sent.
+        assert_eq!(stand_in(Collective::AllReduce, 4, DType::F32).workspace(), 44);
+        assert_eq!(stand_in(Collective::ReduceScatter, 4, DType::Bf16).workspace(), 90);
+        assert_eq!(stand_in(Collective::AllGather, 4, DType::Bf16).workspace(), 0);
+        assert_eq!(stand_in(Collective::AllReduce, 1, DType::F32).workspace(), 0);
+        assert_eq!(stand_in(Collective::ReduceScatter, 1, DType::F32).workspace(), 0);
+        let large = StandIn { rows: 1 << 20, cols: 4096, ..stand_in(Collective::AllReduce, 8, DType::Bf16) };
+        assert_eq!(large.workspace(), MAX_SCRATCH_BYTES);
+    }
+
+    /// Pieces follow each other through the source and never leave the scratch.
+    #[test]
+    fn large_messages_pass_in_pieces() {
+        let mut pieces = Vec::new();
+        send(&mut pieces, DevPtr(1 << 40), DevPtr(4096), 2500, 1000);
+        let mut next = 4096;
+        for piece in &pieces {
+            let Issue::Copy { dst, src, bytes } = piece else { panic!("{piece:?}") };
+            assert_eq!((dst.0, src.0), (1 << 40, next));
+            assert!(*bytes <= 1000);
+            next += *bytes as u64;
+        }
+        assert_eq!((pieces.len(), next), (3, 4096 + 2500));
+    }
+}

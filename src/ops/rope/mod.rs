@@ -1,1 +1,4 @@
-//! Op family `rope`.
+//! Op family `rope`: QKV split, per-head RMSNorm and rotary embedding.
+
+mod positions;
+pub use positions::Positions;

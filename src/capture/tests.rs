@@ -1,0 +1,170 @@
+//! Segments of each scope against expectations written by hand, and the proofs on the CPU device.
+
+use super::*;
+use crate::config::{Dispatcher, RunConfig, Scope::*};
+use crate::device::cpu::CpuExecutor;
+use crate::device::{Arm, DeviceError, Executor};
+use crate::workloads::testing::{dense, moe, padded, program, with_graphs};
+
+/// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
+/// with runs of equal part abbreviated. Staging copies are shown as `copy`.
+fn story(cfg: &RunConfig, micro_batch: usize, layer: usize) -> Vec<String> {
+    let plan = plan(program(cfg), &cfg.graph, cfg.seed).expect("a plan");
+    let arm = plan.graph.expect("a graph arm");
+    arm.segments
+        .iter()
+        .filter_map(|s| {
+            let mine: Vec<_> = s.launches.clone().map(|i| &arm.program.launches[i]).filter(|l| l.layer == Some(layer) && l.micro_batch == micro_batch).collect();
+            (!mine.is_empty()).then(|| {
+                let names: Vec<&str> = mine.iter().map(|l| l.op.name()).collect();
+                format!("{} {}", if s.graph.is_some() { "G" } else { "e" }, names.join(" "))
+            })
+        })
+        .collect()
+}
+
+const ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attn_fwd gemm";
+const MLP_F: &str = "rmsnorm_fwd gemm swiglu_fwd gemm";
+const MLP_B: &str = "gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd column_sum";
+const ATTN_B: &str = "gemm gemm attn_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
+
+#[test]
+fn dense_attn_captures_attention_alone() {
+    let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn]);
+    // Layer 0's input comes from the embedding and is staged; the gradient from the eager MLP too.
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F}"),
+        format!("e {MLP_F}"),
+        format!("e {MLP_B} copy"),
+        format!("G {ATTN_B}"),
+    ];
+    assert_eq!(story(&cfg, 0, 0), want);
+}
+
+#[test]
+fn dense_attn_mlp_is_one_graph_a_layer_and_pass() {
+    let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
+    let want = ["e copy".to_string(), format!("G {ATTN_F} {MLP_F}"), "e copy".to_string(), format!("G {MLP_B} {ATTN_B}")];
+    assert_eq!(story(&cfg, 1, 1), want);
+    let whole = with_graphs(dense(), GraphImpl::TransformerEngine, &[]);
+    assert_eq!(story(&whole, 1, 1), want);
+}
+
+#[test]
+fn micro_batches_share_graphs_and_a_full_iteration_is_one() {
+    let te = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn]);
+    let arm = plan(program(&te), &te.graph, 1).unwrap().graph.unwrap();
+    assert_eq!((arm.graphs(), arm.replays()), (4, 8), "2 layers x 2 passes, each replayed by 2 micro-batches");
+    let local = with_graphs(dense(), GraphImpl::Local, &[FullIteration]);
+    let arm = plan(program(&local), &local.graph, 1).unwrap().graph.unwrap();
+    assert_eq!((arm.graphs(), arm.replays(), arm.segments.len()), (1, 1, 3));
+    let eager: Vec<&str> = arm.segments.iter().filter(|s| s.graph.is_none()).flat_map(|s| s.launches.clone()).map(|i| arm.program.launches[i].op.name()).collect();
+    assert!(eager.contains(&"token_gen") && eager.contains(&"adam") && !eager.contains(&"gemm"), "{eager:?}");
+}
+
+const ROUTER_F: &str = "rmsnorm_fwd gemm router_fwd";
+const ROUTER_B: &str = "router_bwd gemm gemm rmsnorm_bwd column_sum";
+const EXPERTS_F: &str = "grouped_gemm swiglu_fwd grouped_gemm";
+const QK_ATTN_B: &str = "gemm gemm attn_bwd qkv_rope_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
+const EXPERTS_B: &str = "grouped_gemm grouped_gemm swiglu_bwd grouped_gemm grouped_gemm";
+
+#[test]
+fn alltoall_router_and_preprocess_hold_the_first_permutation_but_not_the_counts() {
+    let cfg = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter, MoePreprocess]);
+    let sent = "counts_to_host stand_in stand_in chunk_map gather_rows";
+    let back = "gather_rows stand_in combine_rows";
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F} {ROUTER_F} moe_sort gather_rows"),
+        format!("e {sent} {EXPERTS_F} {back}"),
+        format!("e gather_rows stand_in gather_rows {EXPERTS_B} gather_rows stand_in gather_scalars stand_in copy copy copy"),
+        format!("G combine_rows {ROUTER_B} {QK_ATTN_B}"),
+    ];
+    assert_eq!(story(&cfg, 0, 0), want);
+}
+
+#[test]
+fn flex_dispatch_permutes_outside_the_preprocess_scope() {
+    let cfg = with_graphs(moe(Dispatcher::Flex), GraphImpl::TransformerEngine, &[MoeRouter, MoePreprocess]);
+    let got = story(&cfg, 0, 0);
+    assert_eq!(got[1], format!("G {ROUTER_F} moe_sort"));
+    assert_eq!(got[2], format!("e counts_to_host gather_rows {EXPERTS_F} combine_rows"));
+    let router = with_graphs(moe(Dispatcher::Flex), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
+    assert_eq!(story(&router, 0, 0)[1], format!("G {ATTN_F} {ROUTER_F}"));
+}
+
+#[test]
+fn padded_experts_can_be_captured_whole() {
+    let cfg = with_graphs(padded(), GraphImpl::TransformerEngine, &[Moe]);
+    let got = story(&cfg, 0, 0);
+    assert!(got.iter().any(|s| s.starts_with("G rmsnorm_fwd") && s.ends_with("combine_rows")), "{got:?}");
+    assert!(!got.iter().any(|s| s.contains("counts_to_host")), "static shapes need no counts: {got:?}");
+    let local = with_graphs(padded(), GraphImpl::Local, &[FullIteration]);
+    assert!(plan(program(&local), &local.graph, 1).is_ok());
+}
+
+#[test]
+fn dropless_full_iteration_would_wait_inside_the_graph() {
+    let cfg = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::Local, &[FullIteration]);
+    assert!(matches!(plan(program(&cfg), &cfg.graph, 1), Err(CaptureError::HostSync { .. })));
+}
+
+#[test]
+fn a_scope_without_layers_is_an_error() {
+    let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Mamba]);
+    assert!(matches!(plan(program(&cfg), &cfg.graph, 1), Err(CaptureError::Nothing { .. })));
+}
+
+fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<(Vec<u32>, Vec<(String, u64)>), DeviceError> {
+    executor.reset()?;
+    let mut losses = Vec::new();
+    for _ in 0..3 {
+        let step = executor.submit(arm)?;
+        losses.extend(executor.wait(step)?.loss.map(f32::to_bits));
+    }
+    Ok((losses, executor.digest()?))
+}
+
+fn both_arms(cfg: &RunConfig) {
+    let plan = plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
+    let mut executor = CpuExecutor::new(plan, None).unwrap();
+    let eager = three_steps(&mut executor, Arm::Eager).unwrap();
+    assert!(eager.0.iter().all(|b| f32::from_bits(*b).is_finite()), "{:?}", eager.0);
+    assert_eq!(eager.0.len(), 3);
+    executor.capture().unwrap();
+    let graph = three_steps(&mut executor, Arm::Graph).unwrap();
+    assert_eq!(eager, graph);
+}
+
+#[test]
+fn arms_are_equal_with_dropout_on() {
+    for cfg in [dense(), moe(Dispatcher::Alltoall), moe(Dispatcher::Flex), padded()] {
+        let mut cfg = with_graphs(cfg, GraphImpl::TransformerEngine, &[Attn]);
+        cfg.model.attention_dropout = 0.1;
+        cfg.model.hidden_dropout = 0.1;
+        both_arms(&cfg);
+    }
+    both_arms(&with_graphs(dense(), GraphImpl::Local, &[FullIteration]));
+    both_arms(&with_graphs(padded(), GraphImpl::Local, &[FullIteration]));
+    let mut split = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
+    (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
+    both_arms(&split);
+}
+
+#[test]
+fn each_launch_left_out_of_the_graphs_is_noticed() {
+    let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
+    let plan = plan(program(&cfg), &cfg.graph, cfg.seed).unwrap();
+    let arm = plan.graph.clone().unwrap();
+    // The first segment of each graph is the one that is recorded.
+    let mut seen = Vec::new();
+    let captured = arm.segments.iter().filter(|s| s.graph.is_some_and(|g| !seen.contains(&g) && { seen.push(g); true })).flat_map(|s| s.launches.clone());
+    let mut checked = 0;
+    for i in captured.collect::<Vec<_>>() {
+        let mut executor = CpuExecutor::new(plan.clone(), Some(i)).unwrap();
+        assert!(matches!(executor.capture(), Err(DeviceError::Unequal(_))), "launch {i} ({}) was not missed", arm.program.launches[i].op.name());
+        checked += 1;
+    }
+    assert!(checked > 20, "{checked}");
+}

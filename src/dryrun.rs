@@ -1,0 +1,134 @@
+//! `--dryrun`: what would run, without a device: rank share, launches, FLOPs and floors by part, segments and
+//! graphs, memory plans of both arms.
+
+use crate::capture::{ArmPlan, RunPlan};
+use crate::program::{Part, Pass, Program};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// Dense bf16 rate (TFLOP/s) and memory bandwidth (GB/s) by `-g` name, from the vendor's datasheets of the SXM
+/// or superchip part, without sparsity. Ceilings for the floor alone; runs are judged by what is measured.
+const CEILINGS: [(&str, f64, f64); 5] =
+    [("h100", 989.0, 3350.0), ("b200", 2250.0, 8000.0), ("b300", 2250.0, 8000.0), ("gb200", 2500.0, 8000.0), ("gb300", 2500.0, 8000.0)];
+
+/// Sums over the launches of one part and pass.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PartCost {
+    pub launches: usize,
+    pub flops: f64,
+    pub bytes: f64,
+    /// Sum over launches of the larger of FLOPs and bytes over their ceilings; `None` without ceilings.
+    pub floor_ms: Option<f64>,
+}
+
+/// Costs of a step by part and pass.
+pub fn costs(program: &Program, gpu: &str) -> BTreeMap<(Part, Pass), PartCost> {
+    let ceiling = CEILINGS.iter().find(|c| c.0 == gpu);
+    let mut out: BTreeMap<(Part, Pass), PartCost> = BTreeMap::new();
+    for l in &program.launches {
+        let c = out.entry((l.part, l.pass)).or_insert(PartCost { floor_ms: ceiling.map(|_| 0.0), ..Default::default() });
+        let (flops, bytes) = (l.op.flops(), l.op.bytes());
+        c.launches += 1;
+        c.flops += flops;
+        c.bytes += bytes;
+        if let (Some(ms), Some((_, tflops, gbps))) = (c.floor_ms.as_mut(), ceiling) {
+            *ms += (flops / (tflops * 1e9)).max(bytes / (gbps * 1e6));
+        }
+    }
+    out
+}
+
+fn name(x: impl serde::Serialize) -> String {
+    serde_json::to_value(x).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+const MIB: f64 = (1u64 << 20) as f64;
+
+fn memory(arm: &ArmPlan) -> Value {
+    json!({
+        "persistent_mib": arm.memory.persistent_bytes as f64 / MIB,
+        "activations_mib": arm.memory.arena_bytes as f64 / MIB,
+        "activations_live_peak_mib": arm.memory.live_peak_bytes as f64 / MIB,
+        "total_mib": (arm.memory.persistent_bytes + arm.memory.arena_bytes) as f64 / MIB,
+    })
+}
+
+/// The `program` object of the dry run's JSON.
+pub fn describe(plan: &RunPlan, gpu: &str) -> Value {
+    let program = &plan.eager.program;
+    let parts: Vec<Value> = costs(program, gpu)
+        .into_iter()
+        .map(|((part, pass), c)| {
+            json!({"part": name(part), "pass": name(pass), "launches": c.launches, "gflops": c.flops / 1e9,
+                   "mib_moved": c.bytes / MIB, "floor_ms": c.floor_ms})
+        })
+        .collect();
+    let flops: f64 = program.launches.iter().map(|l| l.op.flops()).sum();
+    let graph = plan.graph.as_ref().map(|g| {
+        let captured: usize = g.segments.iter().filter(|s| s.graph.is_some()).map(|s| s.launches.len()).sum();
+        let mut labels: Vec<(String, usize)> = Vec::new();
+        for s in g.segments.iter().filter(|s| s.graph.is_some()) {
+            match labels.iter_mut().find(|(l, _)| *l == s.label) {
+                Some((_, n)) => *n += 1,
+                None => labels.push((s.label.clone(), 1)),
+            }
+        }
+        json!({
+            "graphs": g.graphs(), "replays_per_step": g.replays(), "segments": g.segments.len(),
+            "launches_captured": captured,
+            "launches_eager": g.program.launches.len() - captured,
+            "staging_copies": g.program.launches.iter().filter(|l| l.staging).count(),
+            "captured": labels.iter().map(|(l, n)| json!({"what": l, "replays_per_step": n})).collect::<Vec<_>>(),
+            "memory": memory(g),
+        })
+    });
+    json!({
+        "launches": program.launches.len(),
+        "buffers": program.buffers.len(),
+        "gflops": flops / 1e9,
+        "parts": parts,
+        "memory": memory(&plan.eager),
+        "graph_arm": graph,
+    })
+}
+
+/// The same for a person.
+pub fn text(plan: &RunPlan, gpu: &str) -> String {
+    let mut out = String::new();
+    let program = &plan.eager.program;
+    let _ = writeln!(out, "A step, one rank: {} launches\n", program.launches.len());
+    let _ = writeln!(out, "{:<16}{:<10}{:>9}{:>13}{:>12}{:>11}", "part", "pass", "launches", "GFLOP", "MiB moved", "floor ms");
+    let mut total = PartCost { floor_ms: Some(0.0), ..Default::default() };
+    for ((part, pass), c) in costs(program, gpu) {
+        let floor = c.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
+        let _ = writeln!(out, "{:<16}{:<10}{:>9}{:>13.1}{:>12.0}{floor:>11}", name(part), name(pass), c.launches, c.flops / 1e9, c.bytes / MIB);
+        total.launches += c.launches;
+        total.flops += c.flops;
+        total.bytes += c.bytes;
+        total.floor_ms = total.floor_ms.zip(c.floor_ms).map(|(a, b)| a + b);
+    }
+    let floor = total.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
+    let _ = writeln!(out, "{:<26}{:>9}{:>13.1}{:>12.0}{floor:>11}", "all", total.launches, total.flops / 1e9, total.bytes / MIB);
+    let _ = match total.floor_ms {
+        Some(_) => writeln!(out, "Floor: the larger of FLOPs and bytes over the {gpu} datasheet's rates, launch by launch.\n"),
+        None => writeln!(out, "No floor: the rates of {gpu} are not known here.\n"),
+    };
+    let mut arm = |label: &str, a: &ArmPlan| {
+        let m = &a.memory;
+        let _ = writeln!(
+            out,
+            "{label}: {} graphs, {} replays a step; memory {:.0} MiB = {:.0} persistent + {:.0} activations (least possible {:.0})",
+            a.graphs(), a.replays(), (m.persistent_bytes + m.arena_bytes) as f64 / MIB,
+            m.persistent_bytes as f64 / MIB, m.arena_bytes as f64 / MIB, m.live_peak_bytes as f64 / MIB
+        );
+    };
+    arm("eager arm", &plan.eager);
+    if let Some(g) = &plan.graph {
+        arm("graph arm", g);
+        let staging = g.program.launches.iter().filter(|l| l.staging).count();
+        let captured: usize = g.segments.iter().filter(|s| s.graph.is_some()).map(|s| s.launches.len()).sum();
+        let _ = writeln!(out, "           {captured} launches in graphs, {} eager, {staging} staging copies", g.program.launches.len() - captured - staging);
+    }
+    out
+}

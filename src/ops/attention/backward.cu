@@ -1,0 +1,313 @@
+// Attention backward without atomics (FlashAttention-2, Dao 2023, in two passes): one kernel owns rows of dq,
+// one owns rows of dk and dv, and both recompute the probabilities from the saved log-sum-exp. Every sum has
+// one owner and a fixed order, so results are the same bits every time.
+constexpr int DQ_THREADS = DQ_WARPS * 32;
+constexpr int DQ_ROWS = DQ_WARPS * DQ_M * 16;
+constexpr int DKV_THREADS = DKV_WARPS * 32;
+constexpr int DKV_ROWS = DKV_WARPS * 16;
+
+// delta[b, h, i] = do . o of that row: one warp a row and head.
+extern "C" __global__ void __launch_bounds__(256) attention_delta(
+    const bf16* o, const bf16* d_o, float* delta, int batch, int q_len, int q_heads) {
+    const i64 item = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);           // row * q_heads + h, as o lies in memory
+    if (item >= (i64)batch * q_len * q_heads) return;
+    const int at = (threadIdx.x & 31) * 4;
+    float sum = 0.f;
+    if (at < HEAD_DIM) {
+        const uint2 x = *reinterpret_cast<const uint2*>(o + item * HEAD_DIM + at);
+        const uint2 y = *reinterpret_cast<const uint2*>(d_o + item * HEAD_DIM + at);
+        sum = bf16_lo(x.x) * bf16_lo(y.x) + bf16_hi(x.x) * bf16_hi(y.x) + bf16_lo(x.y) * bf16_lo(y.y) + bf16_hi(x.y) * bf16_hi(y.y);
+    }
+    sum = warp_sum(sum);
+    if ((threadIdx.x & 31) == 0) {
+        const i64 row = item / q_heads;
+        const int h = item % q_heads, b = row / q_len, i = row % q_len;
+        delta[((i64)b * q_heads + h) * q_len + i] = sum;
+    }
+}
+
+// dq: a block owns DQ_ROWS query rows of one head and walks the key tiles upward.
+// Grid: q tiles * batch * q_heads, the heaviest (last) q tile first. Shared: q and do tiles, then two stages
+// of k and v tiles.
+extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) attention_dq(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
+    const unsigned* words, bf16* dq,
+    int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
+    float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    constexpr int KV_BYTES = DQ_KV * ROW_BYTES;
+    u8* const q_tile = shared;
+    u8* const do_tile = shared + DQ_ROWS * ROW_BYTES;
+    u8* const kv_tiles = do_tile + DQ_ROWS * ROW_BYTES;                  // stage s: k at 2s, v at 2s + 1
+
+    const Rows rows{start0, len0, start1};
+    const int head_of_all = blockIdx.x % (batch * q_heads), order = blockIdx.x / (batch * q_heads);
+    const int b = head_of_all / q_heads, h = head_of_all % q_heads, kv_head = h / (q_heads / kv_heads);
+    const int row0 = ((q_len + DQ_ROWS - 1) / DQ_ROWS - 1 - order) * DQ_ROWS;
+    const int last_row = min(row0 + DQ_ROWS, q_len) - 1;
+    const i64 q_stride = (i64)q_heads * HEAD_DIM, kv_stride = (i64)kv_heads * HEAD_DIM;
+    const i64 q_at = (i64)b * q_len * q_stride + h * HEAD_DIM;
+    const i64 kv_at = (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
+    k += kv_at;
+    v += kv_at;
+
+    const int seen = min(rows.highest(row0, last_row) + 1, kv_len);
+    const int tiles = (seen + DQ_KV - 1) / DQ_KV;
+    const int all_see = min(rows.lowest(row0, last_row) + 1, kv_len);
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int warp_row = warp * DQ_M * 16;
+    const int my_row = row0 + warp_row + (lane >> 2);
+    const u32 q_addr = smem_addr(q_tile) + warp_row * ROW_BYTES + lane_rows(lane);
+    const u32 do_addr = q_addr + DQ_ROWS * ROW_BYTES;
+    const u32 kv_addr = smem_addr(kv_tiles);
+    const float scale_log2 = scale * LOG2E;
+#if DROPOUT
+    const Keep keep(words, seed_offset, draw, threshold);
+    const u64 element0 = ((u64)head_of_all * q_len + my_row) * kv_len;
+#endif
+
+    load_rows<DQ_ROWS, DQ_THREADS>(q_tile, q + q_at, row0, q_len, q_stride);
+    load_rows<DQ_ROWS, DQ_THREADS>(do_tile, d_o + q_at, row0, q_len, q_stride);
+    load_rows<DQ_KV, DQ_THREADS>(kv_tiles, k, 0, kv_len, kv_stride);
+    load_rows<DQ_KV, DQ_THREADS>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
+    cp_async_commit();
+
+    float acc[DQ_M][HEAD_DIM / 8][4];
+    float row_lse[DQ_M][2], row_delta[DQ_M][2];                          // lse in powers of two
+    #pragma unroll
+    for (int m = 0; m < DQ_M; ++m) {
+        #pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n)
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // Rows beyond q_len have q = do = 0: p = 1, dp = 0, ds = 0.
+            const int i = my_row + m * 16 + half * 8;
+            const i64 at = (i64)head_of_all * q_len + i;
+            row_lse[m][half] = i < q_len ? lse[at] * LOG2E : 0.f;
+            row_delta[m][half] = i < q_len ? delta[at] : 0.f;
+        }
+    }
+
+    for (int t = 0; t < tiles; ++t) {
+        const u32 stage = (t & 1) * 2 * KV_BYTES;
+        cp_async_wait<0>();
+        __syncthreads();                          // tile t is there, and every warp has left tile t - 1
+        if (t + 1 < tiles) {
+            u8* next = kv_tiles + ((t + 1) & 1) * 2 * KV_BYTES;
+            load_rows<DQ_KV, DQ_THREADS>(next, k, (t + 1) * DQ_KV, kv_len, kv_stride);
+            load_rows<DQ_KV, DQ_THREADS>(next + KV_BYTES, v, (t + 1) * DQ_KV, kv_len, kv_stride);
+            cp_async_commit();
+        }
+
+        float p[DQ_M][DQ_KV / 8][4], dp[DQ_M][DQ_KV / 8][4];
+        scores<DQ_M, DQ_KV>(p, q_addr, kv_addr + stage + lane_cols(lane));
+        scores<DQ_M, DQ_KV>(dp, do_addr, kv_addr + stage + KV_BYTES + lane_cols(lane));
+
+        const int col0 = t * DQ_KV + (lane & 3) * 2;
+        if ((t + 1) * DQ_KV > all_see) {
+            #pragma unroll
+            for (int m = 0; m < DQ_M; ++m) {
+                const int limit0 = min(rows.position(my_row + m * 16), kv_len - 1);
+                const int limit8 = min(rows.position(my_row + m * 16 + 8), kv_len - 1);
+                #pragma unroll
+                for (int n = 0; n < DQ_KV / 8; ++n)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (col0 + n * 8 + (e & 1) > (e < 2 ? limit0 : limit8)) p[m][n][e] = minus_infinity();
+            }
+        }
+        #pragma unroll
+        for (int m = 0; m < DQ_M; ++m)
+            #pragma unroll
+            for (int n = 0; n < DQ_KV / 8; ++n)
+                #pragma unroll
+                for (int half = 0; half < 2; ++half) {
+#if DROPOUT
+                    bool first, second;
+                    keep.two(element0 + (u64)(m * 16 + half * 8) * kv_len + col0 + n * 8, first, second);
+                    dp[m][n][2 * half] = first ? dp[m][n][2 * half] * keep_scale : 0.f;
+                    dp[m][n][2 * half + 1] = second ? dp[m][n][2 * half + 1] * keep_scale : 0.f;
+#endif
+                    #pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; ++e)
+                        p[m][n][e] = exp2_fast(fmaf(p[m][n][e], scale_log2, -row_lse[m][half])) * (dp[m][n][e] - row_delta[m][half]);
+                }
+        accumulate<DQ_M, DQ_KV>(acc, p, kv_addr + stage + lane_rows(lane));
+    }
+    #pragma unroll
+    for (int m = 0; m < DQ_M; ++m)
+        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], scale, scale, dq + q_at, row0 + warp_row + m * 16, q_len, q_stride);
+}
+
+// dk and dv: a block owns DKV_ROWS keys of one kv head and walks, for `group` of its query heads in turn, the
+// query tiles upward. Each warp owns 16 keys and computes the transposed scores k q^T, so that probabilities
+// and their gradients are operands of the second products straight from registers.
+// Grid: kv tiles * splits * batch * kv_heads, the heaviest (first) kv tile first. With splits > 1 each block
+// takes a part of the head's group and writes fp32 sums: partial [2, splits, batch * kv_len, kv_heads * d].
+// Shared: k and v tiles, two stages of q and do tiles, two stages of lse and delta rows.
+extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) attention_dkv(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
+    const unsigned* words, bf16* dk, bf16* dv, float* partial, int splits,
+    int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
+    float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    constexpr int Q_BYTES = DKV_Q * ROW_BYTES;
+    u8* const k_tile = shared;
+    u8* const v_tile = k_tile + DKV_ROWS * ROW_BYTES;
+    u8* const q_tiles = v_tile + DKV_ROWS * ROW_BYTES;                   // stage s: q at 2s, do at 2s + 1
+    float* const row_values = reinterpret_cast<float*>(q_tiles + 4 * Q_BYTES);  // stage s: lse at 2s, delta at 2s + 1
+
+    const Rows rows{start0, len0, start1};
+    const int group = q_heads / kv_heads / splits;                       // query heads of this block
+    const int per_tile = batch * kv_heads * splits;
+    const int j0 = blockIdx.x / per_tile * DKV_ROWS;
+    const int part = blockIdx.x % per_tile % splits, kv_of_all = blockIdx.x % per_tile / splits;
+    const int b = kv_of_all / kv_heads, kv_head = kv_of_all % kv_heads;
+    const int first_head = (kv_head * splits + part) * group;
+    const i64 q_stride = (i64)q_heads * HEAD_DIM, kv_stride = (i64)kv_heads * HEAD_DIM;
+    const i64 kv_at = (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
+    const int q_tiles_of_head = (q_len + DKV_Q - 1) / DKV_Q;
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int my_key = j0 + warp * 16 + (lane >> 2);                     // + 8
+    const u32 k_addr = smem_addr(k_tile) + warp * 16 * ROW_BYTES + lane_rows(lane);
+    const u32 v_addr = k_addr + DKV_ROWS * ROW_BYTES;
+    const u32 q_addr = smem_addr(q_tiles);
+    const float scale_log2 = scale * LOG2E;
+#if DROPOUT
+    const Keep keep(words, seed_offset, draw, threshold);
+#endif
+
+    // First q tile from t on with a row that sees a key of this block.
+    const auto seeing = [&](int t) {
+        while (t < q_tiles_of_head && rows.highest(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) < j0) ++t;
+        return t;
+    };
+    const auto load_stage = [&](int stage, int head, int t) {
+        u8* tile = q_tiles + stage * 2 * Q_BYTES;
+        const i64 at = (i64)b * q_len * q_stride + (i64)head * HEAD_DIM;
+        load_rows<DKV_Q, DKV_THREADS>(tile, q + at, t * DKV_Q, q_len, q_stride);
+        load_rows<DKV_Q, DKV_THREADS>(tile + Q_BYTES, d_o + at, t * DKV_Q, q_len, q_stride);
+        if (threadIdx.x < 2 * DKV_Q) {
+            const int which = threadIdx.x / DKV_Q, r = threadIdx.x % DKV_Q, i = t * DKV_Q + r;
+            const float* source = which ? delta : lse;
+            const bool valid = i < q_len;
+            // Rows beyond q_len get zeros: p = 1 meets do = 0, ds = 1 * (0 - 0).
+            cp_async4_zfill(row_values + (stage * 2 + which) * DKV_Q + r,
+                            valid ? source + ((i64)b * q_heads + head) * q_len + i : source, valid);
+        }
+    };
+
+    float dk_acc[1][HEAD_DIM / 8][4], dv_acc[1][HEAD_DIM / 8][4];
+    #pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) dk_acc[0][n][e] = dv_acc[0][n][e] = 0.f;
+
+    const int first_tile = seeing(0);
+    int g = first_tile < q_tiles_of_head ? 0 : group, t = first_tile, stage = 0;
+    load_rows<DKV_ROWS, DKV_THREADS>(k_tile, k + kv_at, j0, kv_len, kv_stride);
+    load_rows<DKV_ROWS, DKV_THREADS>(v_tile, v + kv_at, j0, kv_len, kv_stride);
+    if (g < group) load_stage(0, first_head, t);
+    cp_async_commit();
+
+    while (g < group) {
+        int next_g = g, next_t = seeing(t + 1);
+        if (next_t == q_tiles_of_head) { next_t = first_tile; ++next_g; }
+        cp_async_wait<0>();
+        __syncthreads();                          // this tile is there, and every warp has left the last one
+        if (next_g < group) {
+            load_stage(stage ^ 1, first_head + next_g, next_t);
+            cp_async_commit();
+        }
+        const u32 q_now = q_addr + stage * 2 * Q_BYTES, do_now = q_now + Q_BYTES;
+        const float* const lse_now = row_values + stage * 2 * DKV_Q + (lane & 3) * 2;
+        const float* const delta_now = lse_now + DKV_Q;
+
+        float p[1][DKV_Q / 8][4], dp[1][DKV_Q / 8][4];                   // [key, query]
+        scores<1, DKV_Q>(p, k_addr, q_now + lane_cols(lane));
+        const int i0 = t * DKV_Q + (lane & 3) * 2;
+        if (rows.lowest(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) < j0 + DKV_ROWS - 1) {
+            #pragma unroll
+            for (int n = 0; n < DKV_Q / 8; ++n)
+                #pragma unroll
+                for (int odd = 0; odd < 2; ++odd) {
+                    const int position = rows.position(i0 + n * 8 + odd);
+                    if (my_key > position) p[0][n][odd] = minus_infinity();
+                    if (my_key + 8 > position) p[0][n][2 + odd] = minus_infinity();
+                }
+        }
+        #pragma unroll
+        for (int n = 0; n < DKV_Q / 8; ++n) {
+            const float2 l = *reinterpret_cast<const float2*>(lse_now + n * 8);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e)
+                p[0][n][e] = exp2_fast(fmaf(p[0][n][e], scale_log2, -(e & 1 ? l.y : l.x) * LOG2E));
+        }
+        scores<1, DKV_Q>(dp, v_addr, do_now + lane_cols(lane));
+#if DROPOUT
+        const u64 element0 = (((u64)b * q_heads + first_head + g) * q_len + i0) * kv_len + my_key;
+#endif
+        #pragma unroll
+        for (int n = 0; n < DKV_Q / 8; ++n) {
+            const float2 d = *reinterpret_cast<const float2*>(delta_now + n * 8);
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+#if DROPOUT
+                const bool kept = keep.one(element0 + (u64)(n * 8 + (e & 1)) * kv_len + (e & 2) * 4);
+                dp[0][n][e] = p[0][n][e] * ((kept ? dp[0][n][e] * keep_scale : 0.f) - (e & 1 ? d.y : d.x));
+                if (!kept) p[0][n][e] = 0.f;
+#else
+                dp[0][n][e] = p[0][n][e] * (dp[0][n][e] - (e & 1 ? d.y : d.x));
+#endif
+            }
+        }
+        accumulate<1, DKV_Q>(dv_acc, p, do_now + lane_rows(lane));
+        accumulate<1, DKV_Q>(dk_acc, dp, q_now + lane_rows(lane));
+        g = next_g;
+        t = next_t;
+        stage ^= 1;
+    }
+    cp_async_wait<0>();
+    __syncthreads();                              // also when no query sees these keys: k and v have landed
+
+    const int warp_key = j0 + warp * 16;
+    if (splits == 1) {
+        store_rows(k_tile + warp * 16 * ROW_BYTES, dk_acc[0], scale, scale, dk + kv_at, warp_key, kv_len, kv_stride);
+        store_rows(v_tile + warp * 16 * ROW_BYTES, dv_acc[0], keep_scale, keep_scale, dv + kv_at, warp_key, kv_len, kv_stride);
+        return;
+    }
+    const i64 matrix = (i64)batch * kv_len * kv_stride;
+    float* const dk_part = partial + part * matrix + kv_at;
+    float* const dv_part = partial + (splits + part) * matrix + kv_at;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int j = my_key + half * 8;
+        if (j >= kv_len) continue;
+        const i64 at = (i64)j * kv_stride + (lane & 3) * 2;
+        #pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n) {
+            *reinterpret_cast<float2*>(dk_part + at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
+            *reinterpret_cast<float2*>(dv_part + at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
+        }
+    }
+}
+
+// dk and dv from their partial sums, in order. Eight values a thread; blockIdx.y: 0 dk, 1 dv.
+extern "C" __global__ void __launch_bounds__(256) attention_dkv_sum(
+    const float* partial, bf16* dk, bf16* dv, int splits, long long elements) {
+    const i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * 8;
+    if (at >= elements) return;
+    const float* source = partial + blockIdx.y * splits * elements + at;
+    float sum[8], x[8];
+    load8(source, sum);
+    for (int s = 1; s < splits; ++s) {
+        load8(source + s * elements, x);
+        #pragma unroll
+        for (int e = 0; e < 8; ++e) sum[e] += x[e];
+    }
+    store8((blockIdx.y ? dv : dk) + at, sum);
+}

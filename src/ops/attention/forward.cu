@@ -1,0 +1,144 @@
+// Attention forward (FlashAttention-2, Dao 2023): a block owns FWD_ROWS query rows of one head and walks the
+// key tiles upward, with an online softmax (Milakov and Gimelshein 2018). Each warp owns FWD_M * 16 rows, so
+// probabilities pass from the first product to the second in registers.
+constexpr int FWD_THREADS = FWD_WARPS * 32;
+constexpr int FWD_ROWS = FWD_WARPS * FWD_M * 16;
+
+// Grid: q tiles * batch * q_heads, the heaviest (last) q tile first. Shared: q tile, then two stages of k
+// and v tiles.
+extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) attention_fwd(
+    const bf16* q, const bf16* k, const bf16* v, const unsigned* words, bf16* o, float* lse,
+    int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
+    float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    constexpr int KV_BYTES = FWD_KV * ROW_BYTES;
+    u8* const q_tile = shared;
+    u8* const kv_tiles = shared + FWD_ROWS * ROW_BYTES;   // stage s: k at 2s, v at 2s + 1
+
+    const Rows rows{start0, len0, start1};
+    const int head_of_all = blockIdx.x % (batch * q_heads), order = blockIdx.x / (batch * q_heads);
+    const int b = head_of_all / q_heads, h = head_of_all % q_heads, kv_head = h / (q_heads / kv_heads);
+    const int row0 = ((q_len + FWD_ROWS - 1) / FWD_ROWS - 1 - order) * FWD_ROWS;
+    const int last_row = min(row0 + FWD_ROWS, q_len) - 1;
+    const i64 q_stride = (i64)q_heads * HEAD_DIM, kv_stride = (i64)kv_heads * HEAD_DIM;
+    q += (i64)b * q_len * q_stride + h * HEAD_DIM;
+    o += (i64)b * q_len * q_stride + h * HEAD_DIM;
+    k += (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
+    v += (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
+
+    const int seen = min(rows.highest(row0, last_row) + 1, kv_len);      // keys that some row sees
+    const int tiles = (seen + FWD_KV - 1) / FWD_KV;
+    const int all_see = min(rows.lowest(row0, last_row) + 1, kv_len);    // keys that every row sees
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int warp_row = warp * FWD_M * 16;                              // within the block
+    const int my_row = row0 + warp_row + (lane >> 2);                    // + 16 m, + 8
+    const u32 q_addr = smem_addr(q_tile) + warp_row * ROW_BYTES + lane_rows(lane);
+    const u32 kv_addr = smem_addr(kv_tiles);
+    const float scale_log2 = scale * LOG2E;
+#if DROPOUT
+    const Keep keep(words, seed_offset, draw, threshold);
+    const u64 element0 = ((u64)head_of_all * q_len + my_row) * kv_len;
+#endif
+
+    load_rows<FWD_ROWS, FWD_THREADS>(q_tile, q, row0, q_len, q_stride);
+    load_rows<FWD_KV, FWD_THREADS>(kv_tiles, k, 0, kv_len, kv_stride);
+    load_rows<FWD_KV, FWD_THREADS>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
+    cp_async_commit();
+
+    float acc[FWD_M][HEAD_DIM / 8][4];
+    float row_max[FWD_M][2], row_sum[FWD_M][2];                          // of unscaled scores; sum of own columns
+    #pragma unroll
+    for (int m = 0; m < FWD_M; ++m) {
+        #pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n)
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
+        row_max[m][0] = row_max[m][1] = minus_infinity();
+        row_sum[m][0] = row_sum[m][1] = 0.f;
+    }
+
+    for (int t = 0; t < tiles; ++t) {
+        const u32 stage = (t & 1) * 2 * KV_BYTES;
+        cp_async_wait<0>();
+        __syncthreads();                          // tile t is there, and every warp has left tile t - 1
+        if (t + 1 < tiles) {
+            u8* next = kv_tiles + ((t + 1) & 1) * 2 * KV_BYTES;
+            load_rows<FWD_KV, FWD_THREADS>(next, k, (t + 1) * FWD_KV, kv_len, kv_stride);
+            load_rows<FWD_KV, FWD_THREADS>(next + KV_BYTES, v, (t + 1) * FWD_KV, kv_len, kv_stride);
+            cp_async_commit();
+        }
+
+        float s[FWD_M][FWD_KV / 8][4];
+        scores<FWD_M, FWD_KV>(s, q_addr, kv_addr + stage + lane_cols(lane));
+
+        const int col0 = t * FWD_KV + (lane & 3) * 2;
+        if ((t + 1) * FWD_KV > all_see) {
+            #pragma unroll
+            for (int m = 0; m < FWD_M; ++m) {
+                // Key 0 is seen by every row (also by those beyond q_len), so after tile 0 no maximum is -inf.
+                const int limit0 = min(rows.position(my_row + m * 16), kv_len - 1);
+                const int limit8 = min(rows.position(my_row + m * 16 + 8), kv_len - 1);
+                #pragma unroll
+                for (int n = 0; n < FWD_KV / 8; ++n)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (col0 + n * 8 + (e & 1) > (e < 2 ? limit0 : limit8)) s[m][n][e] = minus_infinity();
+            }
+        }
+        #pragma unroll
+        for (int m = 0; m < FWD_M; ++m)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float top = row_max[m][half];
+                #pragma unroll
+                for (int n = 0; n < FWD_KV / 8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+                const float shrink = exp2_fast((row_max[m][half] - top) * scale_log2);
+                const float shift = top * scale_log2;
+                row_max[m][half] = top;
+                float sum = row_sum[m][half] * shrink;
+                #pragma unroll
+                for (int n = 0; n < FWD_KV / 8; ++n)
+                    #pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                        s[m][n][e] = exp2_fast(fmaf(s[m][n][e], scale_log2, -shift));
+                        sum += s[m][n][e];
+                    }
+                row_sum[m][half] = sum;
+                #pragma unroll
+                for (int n = 0; n < HEAD_DIM / 8; ++n) {
+                    acc[m][n][2 * half] *= shrink;
+                    acc[m][n][2 * half + 1] *= shrink;
+                }
+#if DROPOUT
+                const u64 element = element0 + (u64)(m * 16 + half * 8) * kv_len + col0;
+                #pragma unroll
+                for (int n = 0; n < FWD_KV / 8; ++n) {
+                    bool first, second;
+                    keep.two(element + n * 8, first, second);
+                    if (!first) s[m][n][2 * half] = 0.f;
+                    if (!second) s[m][n][2 * half + 1] = 0.f;
+                }
+#endif
+            }
+        accumulate<FWD_M, FWD_KV>(acc, s, kv_addr + stage + KV_BYTES + lane_rows(lane));
+    }
+
+    #pragma unroll
+    for (int m = 0; m < FWD_M; ++m) {
+        float inverse[2];
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = row_sum[m][half];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            inverse[half] = keep_scale / sum;
+            const int i = my_row + m * 16 + half * 8;
+            if ((lane & 3) == 0 && i < q_len)
+                lse[(i64)head_of_all * q_len + i] = row_max[m][half] * scale + logf(sum);
+        }
+        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], inverse[0], inverse[1], o, row0 + warp_row + m * 16, q_len, q_stride);
+    }
+}

@@ -1,0 +1,245 @@
+//! CUDA side: checks, tile sizes, grids and kernel parameters.
+
+use super::AttnShape;
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+
+const FORWARD: KernelSource = KernelSource {
+    name: "attention/forward.cu",
+    text: concat!(include_str!("tile.cuh"), include_str!("forward.cu")),
+};
+const BACKWARD: KernelSource = KernelSource {
+    name: "attention/backward.cu",
+    text: concat!(include_str!("tile.cuh"), include_str!("backward.cu")),
+};
+
+/// Widest head whose accumulators fit the registers of these kernels.
+const MAX_HEAD_DIM: usize = 128;
+/// Rows of one tensor-core fragment (mma m16n8k16).
+const FRAGMENT_ROWS: usize = 16;
+/// Most blocks in the x dimension of a grid.
+const MAX_GRID: usize = i32::MAX as usize;
+/// The dk/dv kernel splits the query heads of a group over blocks until it has this many: about four rounds
+/// over the 132 multiprocessors of an H200, so that the causal imbalance of key tiles evens out.
+const DKV_BLOCKS_WANTED: usize = 512;
+/// Alignment of the pieces of the workspace.
+const PIECE_BYTES: usize = 256;
+
+/// Tile sizes, chosen so that no kernel spills and shared memory stays under 163 KiB (A100).
+struct Tiles {
+    /// Warps, 16-row fragments a warp, keys a tile, resident blocks a multiprocessor.
+    fwd: (usize, usize, usize, usize),
+    dq: (usize, usize, usize, usize),
+    /// Warps (16 keys each), queries a tile, resident blocks.
+    dkv: (usize, usize, usize),
+}
+
+impl Tiles {
+    fn of(s: &AttnShape) -> Self {
+        // Redrawing the mask takes registers: narrower tiles then.
+        if s.dropout.is_some() {
+            Self { fwd: (4, 1, 64, 2), dq: (4, 1, 32, 2), dkv: (8, 32, 1) }
+        } else {
+            Self { fwd: (4, 2, 64, 2), dq: (4, 2, 32, 2), dkv: (8, 64, 1) }
+        }
+    }
+    fn defines(&self, s: &AttnShape) -> Vec<(&'static str, String)> {
+        let all = [
+            ("HEAD_DIM", s.head_dim),
+            ("DROPOUT", usize::from(s.dropout.is_some())),
+            ("FWD_WARPS", self.fwd.0),
+            ("FWD_M", self.fwd.1),
+            ("FWD_KV", self.fwd.2),
+            ("FWD_BLOCKS_PER_SM", self.fwd.3),
+            ("DQ_WARPS", self.dq.0),
+            ("DQ_M", self.dq.1),
+            ("DQ_KV", self.dq.2),
+            ("DQ_BLOCKS_PER_SM", self.dq.3),
+            ("DKV_WARPS", self.dkv.0),
+            ("DKV_Q", self.dkv.1),
+            ("DKV_BLOCKS_PER_SM", self.dkv.2),
+        ];
+        all.into_iter().map(|(name, value)| (name, value.to_string())).collect()
+    }
+}
+
+/// Bytes of `rows` tile rows in shared memory: `ROW_BYTES` of tile.cuh.
+fn tile_bytes(s: &AttnShape, rows: usize) -> usize {
+    rows * (s.head_dim * 2 + 16)
+}
+
+/// What no device can run.
+pub(super) fn check(s: &AttnShape) -> Result<(), DeviceError> {
+    let [(_, len0), (_, len1)] = s.positions.chunks;
+    let wrong = |what: String| Err(DeviceError::Invalid(format!("attention: {what}")));
+    if s.batch() == 0 || s.q_len() == 0 || s.kv_len == 0 || s.head_dim == 0 || s.kv_heads == 0 {
+        return wrong(format!("an extent is 0 in {s:?}; every one must be at least 1"));
+    }
+    if s.q_heads == 0 || s.q_heads % s.kv_heads != 0 {
+        return wrong(format!(
+            "{} query heads cannot share {} key heads; the first must be a multiple of the second",
+            s.q_heads, s.kv_heads
+        ));
+    }
+    if len0 + len1 != s.q_len() {
+        return wrong(format!("chunks of {len0} and {len1} rows do not make {} query rows", s.q_len()));
+    }
+    s.dropout.as_ref().map_or(Ok(()), |d| d.check("attention"))
+}
+
+/// What the kernels cannot run.
+fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
+    check(s)?;
+    if cuda.cc < 80 {
+        return Err(DeviceError::Unavailable(format!(
+            "attention needs bf16 tensor cores (compute capability 8.0); this device has {}.{}; use --device cpu",
+            cuda.cc / 10,
+            cuda.cc % 10
+        )));
+    }
+    if s.head_dim % FRAGMENT_ROWS != 0 || s.head_dim > MAX_HEAD_DIM {
+        return Err(DeviceError::Invalid(format!(
+            "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM}; \
+             this model has {}; use --device cpu",
+            s.head_dim
+        )));
+    }
+    let rows = s.batch().saturating_mul(s.kv_len.max(s.q_len()));
+    if rows.saturating_mul(s.q_heads) > MAX_GRID {
+        return Err(DeviceError::Invalid(format!(
+            "attention over {rows} rows and {} heads exceeds 2^31 - 1 row-heads; use a smaller micro-batch",
+            s.q_heads
+        )));
+    }
+    Ok(())
+}
+
+/// Parameters that end every attention kernel's list: shapes, positions, scale, dropout.
+fn shape_params(s: &AttnShape) -> Vec<Param> {
+    let [(start0, len0), (start1, _)] = s.positions.chunks;
+    let int = |x: usize| Param::I32(x as i32);
+    let mut params = vec![
+        int(s.batch()),
+        int(s.q_len()),
+        int(s.kv_len),
+        int(s.q_heads),
+        int(s.kv_heads),
+        int(start0),
+        int(len0),
+        int(start1),
+        Param::F32(s.scale() as f32),
+    ];
+    params.extend(match &s.dropout {
+        None => [Param::U32(0), Param::U32(0), Param::U32(0), Param::F32(1.0)],
+        Some(d) => [
+            Param::U32(d.rng.seed_offset),
+            Param::U32(d.rng.draw),
+            // `Dropout::keeps` as an integer test of the word's top 24 bits.
+            Param::U32((f64::from(d.p as f32) * 16_777_216.0).ceil() as u32),
+            Param::F32(d.scale() as f32),
+        ],
+    });
+    params
+}
+
+fn config(blocks: usize, threads: usize, shared_bytes: usize) -> Config {
+    Config { shared_bytes: shared_bytes as u32, ..Config::linear(blocks, threads as u32) }
+}
+
+/// `args` as [`super::AttnFwd`] lists them.
+pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Result<Issue, DeviceError> {
+    check_cuda(s, cuda)?;
+    let (q, k, v, words, o, lse) = match (args, s.dropout.is_some()) {
+        (&[q, k, v, o, lse], false) => (q, k, v, DevPtr::default(), o, lse),
+        (&[q, k, v, words, o, lse], true) => (q, k, v, words, o, lse),
+        _ => return Err(DeviceError::internal("attention_fwd: wrong number of arguments")),
+    };
+    let tiles = Tiles::of(s);
+    let (warps, fragments, keys, _) = tiles.fwd;
+    let rows = warps * fragments * FRAGMENT_ROWS;
+    let shared = tile_bytes(s, rows + 4 * keys);
+    let kernel = cuda.kernel(FORWARD, "attention_fwd", &tiles.defines(s), shared as u32)?;
+    let mut params: Vec<Param> = [q, k, v, words, o, lse].map(Param::Ptr).into();
+    params.extend(shape_params(s));
+    let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads;
+    cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)
+}
+
+/// Parts that the query heads of a group are split into for dk and dv: a divisor of the group.
+fn dkv_splits(s: &AttnShape) -> usize {
+    let group = s.q_heads / s.kv_heads.max(1);
+    let rows = Tiles::of(s).dkv.0 * FRAGMENT_ROWS;
+    let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads;
+    let enough = |n: &usize| group % n == 0 && blocks * n >= DKV_BLOCKS_WANTED;
+    (1..=group).find(enough).unwrap_or(group.max(1))
+}
+
+fn delta_bytes(s: &AttnShape) -> usize {
+    (s.batch() * s.q_heads * s.q_len() * 4).next_multiple_of(PIECE_BYTES)
+}
+
+/// Delta rows, then with more than one split the fp32 parts of dk and dv.
+pub(super) fn backward_workspace(s: &AttnShape) -> usize {
+    let splits = dkv_splits(s);
+    let parts = if splits == 1 { 0 } else { 2 * splits };
+    delta_bytes(s) + parts * s.kv_shape().iter().product::<usize>() * 4
+}
+
+/// `args` as [`super::AttnBwd`] lists them.
+pub(super) fn backward(
+    s: &AttnShape,
+    cuda: &mut CudaPrep,
+    args: &[DevPtr],
+    workspace: DevPtr,
+) -> Result<Issue, DeviceError> {
+    check_cuda(s, cuda)?;
+    let (inputs, words, dq, dk, dv) = match (args, s.dropout.is_some()) {
+        (&[q, k, v, o, lse, d_o, dq, dk, dv], false) => {
+            ([q, k, v, o, lse, d_o], DevPtr::default(), dq, dk, dv)
+        }
+        (&[q, k, v, o, lse, d_o, words, dq, dk, dv], true) => ([q, k, v, o, lse, d_o], words, dq, dk, dv),
+        _ => return Err(DeviceError::internal("attention_bwd: wrong number of arguments")),
+    };
+    let [q, k, v, o, lse, d_o] = inputs;
+    let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
+    let tiles = Tiles::of(s);
+    let defines = tiles.defines(s);
+    let pointers = |list: &[DevPtr]| -> Vec<Param> { list.iter().copied().map(Param::Ptr).collect() };
+
+    const DELTA_ROWS_PER_BLOCK: usize = 8;
+    let kernel = cuda.kernel(BACKWARD, "attention_delta", &defines, 0)?;
+    let mut params = pointers(&[o, d_o, delta]);
+    params.extend([s.batch(), s.q_len(), s.q_heads].map(|x| Param::I32(x as i32)));
+    let blocks = (s.batch() * s.q_len() * s.q_heads).div_ceil(DELTA_ROWS_PER_BLOCK);
+    let mut issues = vec![cuda.launch(&kernel, Config::linear(blocks, 256), &params)?];
+
+    let (warps, queries, _) = tiles.dkv;
+    let (rows, splits) = (warps * FRAGMENT_ROWS, dkv_splits(s));
+    let shared = tile_bytes(s, 2 * rows + 4 * queries) + 4 * queries * 4;
+    let kernel = cuda.kernel(BACKWARD, "attention_dkv", &defines, shared as u32)?;
+    let mut params = pointers(&[q, k, v, d_o, lse, delta, words, dk, dv, partial]);
+    params.push(Param::I32(splits as i32));
+    params.extend(shape_params(s));
+    let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads * splits;
+    issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
+
+    if splits > 1 {
+        const VALUES_PER_BLOCK: usize = 256 * 8;
+        let elements: usize = s.kv_shape().iter().product();
+        let kernel = cuda.kernel(BACKWARD, "attention_dkv_sum", &defines, 0)?;
+        let mut params = pointers(&[partial, dk, dv]);
+        params.extend([Param::I32(splits as i32), Param::I64(elements as i64)]);
+        let grid = Config::linear(elements.div_ceil(VALUES_PER_BLOCK), 256);
+        issues.push(cuda.launch(&kernel, Config { grid: [grid.grid[0], 2, 1], ..grid }, &params)?);
+    }
+
+    let (warps, fragments, keys, _) = tiles.dq;
+    let rows = warps * fragments * FRAGMENT_ROWS;
+    let shared = tile_bytes(s, 2 * rows + 4 * keys);
+    let kernel = cuda.kernel(BACKWARD, "attention_dq", &defines, shared as u32)?;
+    let mut params = pointers(&[q, k, v, d_o, lse, delta, words, dq]);
+    params.extend(shape_params(s));
+    let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads;
+    issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
+    Ok(Issue::Many(issues))
+}

@@ -1,0 +1,156 @@
+//! CPU reference: one row of scores at a time, sums in the reference's own element type.
+
+use super::AttnShape;
+use crate::ops::Real;
+use rayon::prelude::*;
+
+/// What the backward pass reads, in the layouts of [`super::AttnBwd`].
+pub(super) struct Saved<'a, T> {
+    pub q: &'a [T],
+    pub k: &'a [T],
+    pub v: &'a [T],
+    pub o: &'a [T],
+    pub lse: &'a [T],
+    pub d_o: &'a [T],
+    /// Step words; empty without dropout.
+    pub words: &'a [i32],
+}
+
+/// One head of a row-major `[rows, heads * d]` matrix.
+#[derive(Clone, Copy)]
+struct Head<'a, T> {
+    data: &'a [T],
+    first_row: usize,
+    width: usize,
+    head: usize,
+    d: usize,
+}
+
+impl<'a, T: Real> Head<'a, T> {
+    fn row(&self, i: usize) -> &'a [T] {
+        let at = (self.first_row + i) * self.width + self.head * self.d;
+        &self.data[at..at + self.d]
+    }
+}
+
+fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    a.iter().zip(b).map(|(x, y)| *x * *y).sum()
+}
+
+/// y += a * x
+fn add_scaled<T: Real>(y: &mut [T], a: T, x: &[T]) {
+    y.iter_mut().zip(x).for_each(|(y, x)| *y += a * *x);
+}
+
+impl AttnShape {
+    fn q_head<'a, T>(&self, data: &'a [T], b: usize, head: usize) -> Head<'a, T> {
+        let d = self.head_dim;
+        Head { data, first_row: b * self.q_len(), width: self.q_heads * d, head, d }
+    }
+    fn kv_head<'a, T>(&self, data: &'a [T], b: usize, head: usize) -> Head<'a, T> {
+        let d = self.head_dim;
+        Head { data, first_row: b * self.kv_len, width: self.kv_heads * d, head, d }
+    }
+    /// Factor of probability (b, h, i, j): 0 if dropped, 1 / (1 - p) if kept, 1 without dropout.
+    fn keep<T: Real>(&self, words: &[i32], (b, h, i, j): (usize, usize, usize, usize)) -> T {
+        let Some(dropout) = &self.dropout else { return T::of(1.0) };
+        let index = ((b * self.q_heads + h) * self.q_len() + i) * self.kv_len + j;
+        let kept = dropout.keeps(dropout.rng.word(words, index));
+        T::of(if kept { dropout.scale() } else { 0.0 })
+    }
+}
+
+/// Writes per-head blocks `[rows, d]` into a row-major `[rows, heads * d]` matrix; blocks in order (b, head).
+fn scatter<'a, T: Real + 'a>(
+    out: &mut [T],
+    rows: usize,
+    heads: usize,
+    d: usize,
+    blocks: impl Iterator<Item = &'a Vec<T>>,
+) {
+    for (n, block) in blocks.enumerate() {
+        let (b, head) = (n / heads, n % heads);
+        for (i, row) in block.chunks_exact(d).enumerate() {
+            let at = ((b * rows + i) * heads + head) * d;
+            out[at..at + d].iter_mut().zip(row).for_each(|(o, x)| *o = x.bf16());
+        }
+    }
+}
+
+pub(super) fn forward<T: Real>(
+    s: &AttnShape,
+    q: &[T],
+    k: &[T],
+    v: &[T],
+    words: &[i32],
+    o: &mut [T],
+    lse: &mut [T],
+) {
+    let (d, scale, group) = (s.head_dim, T::of(s.scale()), s.q_heads / s.kv_heads);
+    let one_head = |(b, h): (usize, usize)| -> (Vec<T>, Vec<T>) {
+        let q = s.q_head(q, b, h);
+        let (k, v) = (s.kv_head(k, b, h / group), s.kv_head(v, b, h / group));
+        let (mut o, mut lse) = (vec![T::default(); s.q_len() * d], Vec::with_capacity(s.q_len()));
+        for (i, o) in o.chunks_exact_mut(d).enumerate() {
+            let scores: Vec<T> = (0..s.visible(i)).map(|j| scale * dot(q.row(i), k.row(j))).collect();
+            let max = scores.iter().copied().fold(scores[0], Real::max);
+            let sum: T = scores.iter().map(|x| (*x - max).exp()).sum();
+            let row_lse = max + sum.ln();
+            for (j, score) in scores.iter().enumerate() {
+                let p = (*score - row_lse).exp();
+                add_scaled(o, p * s.keep(words, (b, h, i, j)), v.row(j));
+            }
+            lse.push(row_lse.f32());
+        }
+        (o, lse)
+    };
+    let heads: Vec<(usize, usize)> =
+        (0..s.batch()).flat_map(|b| (0..s.q_heads).map(move |h| (b, h))).collect();
+    let done: Vec<(Vec<T>, Vec<T>)> = heads.into_par_iter().map(one_head).collect();
+    scatter(o, s.q_len(), s.q_heads, d, done.iter().map(|(o, _)| o));
+    for (out, (_, row)) in lse.chunks_exact_mut(s.q_len()).zip(&done) {
+        out.copy_from_slice(row);
+    }
+}
+
+/// Gradients of one kv head and its group: dq `[q_len, d]` a query head, dk and dv `[kv_len, d]`.
+struct Grads<T> {
+    dq: Vec<Vec<T>>,
+    dk: Vec<T>,
+    dv: Vec<T>,
+}
+
+/// With z the dropout factors and delta_i = do_i . o_i: dv_j = sum_i z p do_i; dp = z do_i . v_j;
+/// ds = p (dp - delta_i); dq_i = scale sum_j ds k_j; dk_j = scale sum_i ds q_i.
+pub(super) fn backward<T: Real>(s: &AttnShape, x: &Saved<T>, dq: &mut [T], dk: &mut [T], dv: &mut [T]) {
+    let (d, scale, group) = (s.head_dim, T::of(s.scale()), s.q_heads / s.kv_heads);
+    let one_kv_head = |(b, kv): (usize, usize)| -> Grads<T> {
+        let (k, v) = (s.kv_head(x.k, b, kv), s.kv_head(x.v, b, kv));
+        let zeros = |rows: usize| vec![T::default(); rows * d];
+        let mut grads = Grads { dq: Vec::new(), dk: zeros(s.kv_len), dv: zeros(s.kv_len) };
+        for h in kv * group..(kv + 1) * group {
+            let (q, o, d_o) = (s.q_head(x.q, b, h), s.q_head(x.o, b, h), s.q_head(x.d_o, b, h));
+            let mut dq = zeros(s.q_len());
+            for (i, dq) in dq.chunks_exact_mut(d).enumerate() {
+                let lse = x.lse[(b * s.q_heads + h) * s.q_len() + i];
+                let delta = dot(d_o.row(i), o.row(i));
+                for j in 0..s.visible(i) {
+                    let p = (scale * dot(q.row(i), k.row(j)) - lse).exp();
+                    let keep: T = s.keep(x.words, (b, h, i, j));
+                    let ds = scale * p * (keep * dot(d_o.row(i), v.row(j)) - delta);
+                    add_scaled(&mut grads.dv[j * d..(j + 1) * d], keep * p, d_o.row(i));
+                    add_scaled(&mut grads.dk[j * d..(j + 1) * d], ds, q.row(i));
+                    add_scaled(dq, ds, k.row(j));
+                }
+            }
+            grads.dq.push(dq);
+        }
+        grads
+    };
+    let heads: Vec<(usize, usize)> =
+        (0..s.batch()).flat_map(|b| (0..s.kv_heads).map(move |h| (b, h))).collect();
+    let done: Vec<Grads<T>> = heads.into_par_iter().map(one_kv_head).collect();
+    scatter(dq, s.q_len(), s.q_heads, d, done.iter().flat_map(|g| &g.dq));
+    scatter(dk, s.kv_len, s.kv_heads, d, done.iter().map(|g| &g.dk));
+    scatter(dv, s.kv_len, s.kv_heads, d, done.iter().map(|g| &g.dv));
+}

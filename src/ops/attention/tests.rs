@@ -1,0 +1,136 @@
+//! The references: gradients by finite differences, masks, chunks, dropout; and the shapes of the launches.
+
+use super::*;
+use crate::ops::rng::Rng;
+use crate::ops::testing::{check_f32_against_f64, check_op_gradient, inputs, normals, run_f64};
+
+fn shape(positions: Positions, kv_len: usize, q_heads: usize, kv_heads: usize, head_dim: usize) -> AttnShape {
+    AttnShape { positions, kv_len, q_heads, kv_heads, head_dim, dropout: None }
+}
+
+fn dropped(mut s: AttnShape, p: f64) -> AttnShape {
+    s.dropout = Some(Dropout { p, rng: Rng { seed_offset: 5, draw: 11 } });
+    s
+}
+
+/// Context-parallel rank 0 of 2 over 10 tokens: chunks 0 and 3, of odd and unequal lengths.
+fn two_chunks() -> Positions {
+    Positions { batch: 2, seq: 5, chunks: [(0, 3), (8, 2)] }
+}
+
+fn cases() -> Vec<AttnShape> {
+    vec![
+        shape(Positions::whole(2, 7), 7, 2, 2, 8),
+        shape(Positions::whole(1, 9), 9, 6, 2, 8),
+        shape(two_chunks(), 10, 4, 2, 8),
+        dropped(shape(Positions::whole(1, 6), 6, 2, 1, 8), 0.3),
+        dropped(shape(two_chunks(), 10, 4, 2, 8), 0.5),
+        shape(Positions::whole(1, 1), 1, 1, 1, 16),
+    ]
+}
+
+#[test]
+fn gradients_agree_with_finite_differences() {
+    for s in cases() {
+        let (forward, backward) = (AttnFwd { shape: s.clone() }, AttnBwd { shape: s.clone() });
+        let values = inputs(&forward, 3);
+        let after = run_f64(&forward, &values);
+        let at = values.len() - 2;
+        let d_o = normals(after[at].len(), 77, 1.0);
+        let mut saved = values[..3].to_vec();
+        saved.extend([after[at].clone(), after[at + 1].clone(), d_o.clone()]);
+        saved.extend(values[3..at].to_vec());
+        saved.extend([vec![], vec![], vec![]]);
+        let grads = run_f64(&backward, &saved);
+        let first = grads.len() - 3;
+        for wrt in 0..3 {
+            // One row that sees one key: the probability is 1 whatever q and k are.
+            if s.kv_len == 1 && wrt < 2 {
+                assert!(grads[first + wrt].iter().all(|g| g.abs() < 1e-12), "{s:?}");
+                continue;
+            }
+            check_op_gradient(&forward, &values, &[(at, &d_o)], wrt, &grads[first + wrt]);
+        }
+    }
+}
+
+#[test]
+fn f32_references_stay_within_tolerance() {
+    for s in cases() {
+        let forward = AttnFwd { shape: s.clone() };
+        check_f32_against_f64(&forward, &inputs(&forward, 4));
+        let backward = AttnBwd { shape: s };
+        check_f32_against_f64(&backward, &inputs(&backward, 5));
+    }
+}
+
+/// Row 0 sees key 0 alone: its output is that value row, its log-sum-exp the one score.
+#[test]
+fn first_row_copies_the_first_value() {
+    let s = shape(Positions::whole(1, 5), 5, 4, 2, 8);
+    let after = run_f64(&AttnFwd { shape: s.clone() }, &inputs(&AttnFwd { shape: s }, 1));
+    let (q, k, v, o, lse) = (&after[0], &after[1], &after[2], &after[3], &after[4]);
+    for h in 0..4 {
+        let kv = h / 2;
+        let score: f64 = (0..8).map(|c| q[h * 8 + c] * k[kv * 8 + c]).sum::<f64>() / 8f64.sqrt();
+        assert!((lse[h * 5] - score).abs() < 1e-12);
+        for c in 0..8 {
+            assert!((o[h * 8 + c] - v[kv * 8 + c]).abs() < 1e-12);
+        }
+    }
+}
+
+/// The two chunks of a rank give the rows that the whole sequence gives there.
+#[test]
+fn chunks_are_rows_of_the_whole() {
+    let (whole, part) = (shape(Positions::whole(2, 10), 10, 4, 2, 8), shape(two_chunks(), 10, 4, 2, 8));
+    let values = inputs(&AttnFwd { shape: whole.clone() }, 8);
+    let all = run_f64(&AttnFwd { shape: whole }, &values);
+    let width = 32;
+    let row_of = |r: usize| (r / 5) * 10 + part.positions.position(r);
+    let q = (0..10).flat_map(|r| values[0][row_of(r) * width..(row_of(r) + 1) * width].to_vec()).collect();
+    let some =
+        run_f64(&AttnFwd { shape: part.clone() }, &[q, values[1].clone(), values[2].clone(), vec![], vec![]]);
+    for r in 0..10 {
+        let (a, b) =
+            (&some[3][r * width..(r + 1) * width], &all[3][row_of(r) * width..(row_of(r) + 1) * width]);
+        assert_eq!(a, b, "row {r}");
+    }
+}
+
+/// Dropout keeps a fraction 1 - p, scaled by 1 / (1 - p): with equal values the mean output stays near 1.
+#[test]
+fn dropout_keeps_the_mean() {
+    let s = dropped(shape(Positions::whole(2, 64), 64, 4, 4, 8), 0.25);
+    let op = AttnFwd { shape: s };
+    let mut values = inputs(&op, 2);
+    values[2].iter_mut().for_each(|v| *v = 1.0);
+    let o = &run_f64(&op, &values)[4];
+    let mean = o.iter().sum::<f64>() / o.len() as f64;
+    // 512 rows with 1 to 64 effective keys: the mean's standard deviation is about 0.008.
+    assert!((mean - 1.0).abs() < 0.04, "mean {mean}");
+    assert!(o.iter().any(|x| (x - 1.0).abs() > 0.01));
+}
+
+#[test]
+fn illegal_shapes_are_refused_with_a_reason() {
+    let good = shape(Positions::whole(1, 4), 4, 4, 2, 8);
+    let refused = |s: AttnShape, word: &str| {
+        let message = launch::check(&s).unwrap_err().to_string();
+        assert!(message.contains(word), "{message}");
+    };
+    assert!(launch::check(&good).is_ok());
+    refused(AttnShape { kv_heads: 3, ..good.clone() }, "multiple");
+    refused(AttnShape { kv_len: 0, ..good.clone() }, "at least 1");
+    refused(dropped(good.clone(), 1.0), "[0, 1)");
+    let short = Positions { batch: 1, seq: 4, chunks: [(0, 3), (0, 0)] };
+    refused(AttnShape { positions: short, ..good }, "do not make 4");
+}
+
+#[test]
+fn causal_work_is_counted_once() {
+    let s = shape(Positions::whole(2, 4), 4, 3, 1, 8);
+    assert_eq!(s.pairs(), (2 * 3 * 10) as f64);
+    assert_eq!(AttnFwd { shape: s.clone() }.flops(), 60.0 * 8.0 * 4.0);
+    assert_eq!(AttnBwd { shape: s }.flops(), 60.0 * 8.0 * 10.0);
+}

@@ -1,0 +1,169 @@
+//! Shapes that `selftest` runs every op at: odd ones, where tails and masks can go wrong.
+
+use crate::config::ScoreFunction;
+use crate::device::cuda::matmul::Layout;
+use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
+use crate::ops::collective::{CountsToHost, Kind, StandIn};
+use crate::ops::cross_entropy::{CrossEntropy, LossSum};
+use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
+use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
+use crate::ops::gemm::{Accumulate, Gemm};
+use crate::ops::grouped_gemm::GroupedGemm;
+use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, GatherScalars, MoeSort};
+use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
+use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
+use crate::ops::rng::Rng;
+use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd};
+use crate::ops::router::{RouterBwd, RouterFwd};
+use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
+use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
+use crate::ops::Op;
+use crate::program::DType;
+use std::sync::Arc;
+
+const RNG: Rng = Rng { seed_offset: 2718, draw: 5 };
+
+/// Every op family at odd shapes.
+pub fn odd() -> Vec<Arc<dyn Op>> {
+    let mut out: Vec<Arc<dyn Op>> = Vec::new();
+    let mut add = |op: Arc<dyn Op>| out.push(op);
+    gemm(&mut add);
+    norm_and_rope(&mut add);
+    attention(&mut add);
+    elementwise(&mut add);
+    ends(&mut add);
+    moe(&mut add);
+    out
+}
+
+type Add<'a> = dyn FnMut(Arc<dyn Op>) + 'a;
+
+fn gemm(add: &mut Add) {
+    for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
+        for (m, n, k) in [(8, 16, 24), (136, 264, 520), (1000, 128, 72)] {
+            for (out, accumulate) in [(DType::Bf16, Accumulate::No), (DType::Bf16, Accumulate::InPlace), (DType::Bf16, Accumulate::Residual), (DType::F32, Accumulate::No), (DType::F32, Accumulate::InPlace)] {
+                add(Arc::new(Gemm { m, n, k, layout, batch: 1, out, accumulate }));
+            }
+        }
+        add(Arc::new(Gemm { m: 72, n: 136, k: 40, layout, batch: 3, out: DType::Bf16, accumulate: Accumulate::InPlace }));
+    }
+    // A micro-batch may have any number of tokens.
+    add(Arc::new(Gemm { m: 77, n: 128, k: 256, layout: Layout::Nt, batch: 1, out: DType::Bf16, accumulate: Accumulate::No }));
+    add(Arc::new(Gemm { m: 128, n: 256, k: 77, layout: Layout::Tn, batch: 1, out: DType::Bf16, accumulate: Accumulate::InPlace }));
+}
+
+fn norm_and_rope(add: &mut Add) {
+    for (tokens, hidden) in [(1, 8), (7, 264), (130, 2048), (515, 4096), (33, 7168)] {
+        add(Arc::new(RmsNormFwd { tokens, hidden, eps: 1e-5 }));
+        for residual in [false, true] {
+            add(Arc::new(RmsNormBwd { tokens, hidden, residual }));
+        }
+    }
+    for (rows, width, first, cols) in [(1, 8, 0, 8), (partials(515), 4096, 0, 4096), (partials(130), 256, 128, 128)] {
+        for (out, accumulate) in [(DType::Bf16, true), (DType::F32, true), (DType::Bf16, false)] {
+            add(Arc::new(ColumnSum { rows, width, first, cols, out, accumulate }));
+        }
+    }
+    for positions in [Positions::whole(1, 1), Positions::whole(2, 65), Positions { batch: 1, seq: 130, chunks: [(65, 65), (4031, 65)] }] {
+        for (q_heads, kv_heads, head_dim, rotary_dim, qk_norm) in [(4, 2, 64, 64, None), (8, 1, 128, 128, Some(1e-6)), (4, 4, 64, 32, Some(1e-5))] {
+            let fwd = QkvRopeFwd { positions: positions.clone(), q_heads, kv_heads, head_dim, rotary_dim, base: 5e5, qk_norm, scaling: None };
+            add(Arc::new(QkvRopeBwd::of(&fwd)));
+            add(Arc::new(fwd));
+        }
+    }
+}
+
+fn attention(add: &mut Add) {
+    let whole = |batch, seq| (Positions::whole(batch, seq), seq);
+    let chunks = (Positions { batch: 1, seq: 192, chunks: [(96, 96), (192, 96)] }, 384);
+    let shapes = [whole(1, 1), whole(2, 7), whole(1, 129), whole(1, 513), whole(2, 256), chunks];
+    for (positions, kv_len) in shapes {
+        for (q_heads, kv_heads, head_dim) in [(4, 1, 128), (4, 2, 64), (2, 2, 128)] {
+            for p in [0.0, 0.1] {
+                let dropout = (p > 0.0).then_some(Dropout { p, rng: RNG });
+                let shape = AttnShape { positions: positions.clone(), kv_len, q_heads, kv_heads, head_dim, dropout };
+                add(Arc::new(AttnFwd { shape: shape.clone() }));
+                add(Arc::new(AttnBwd { shape }));
+            }
+        }
+    }
+}
+
+fn elementwise(add: &mut Add) {
+    for (rows, ffn) in [(1, 8), (77, 264), (300, 768)] {
+        add(Arc::new(SwigluFwd { rows, ffn, routed: false, experts: 0 }));
+        add(Arc::new(SwigluBwd { rows, ffn, routed: false, experts: 0 }));
+        add(Arc::new(SwigluFwd { rows, ffn, routed: true, experts: 5 }));
+        add(Arc::new(SwigluBwd { rows, ffn, routed: true, experts: 5 }));
+    }
+    for len in [8, 1000, 77 * 264] {
+        let dropout = Dropout { p: 0.1, rng: RNG };
+        add(Arc::new(DropoutAddFwd { len, dropout }));
+        add(Arc::new(DropoutBwd { len, dropout }));
+        add(Arc::new(DropoutAddFwd { len, dropout: Dropout { p: 0.0, rng: RNG } }));
+        for dtype in [DType::Bf16, DType::F32] {
+            add(Arc::new(RandomFill { len, std: 0.5, rng: RNG, dtype }));
+            add(Arc::new(Zero { dtype, len }));
+            add(Arc::new(Copy { dtype, len }));
+            add(Arc::new(GradNormPartial { len, dtype, partials: 64 }));
+            add(Arc::new(Adam { len, grad: dtype, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 }));
+        }
+    }
+    add(Arc::new(GradNormFinish { partials: 2048, clip: 1.0 }));
+    add(Arc::new(StepBegin {}));
+    add(Arc::new(MicroBatchAdvance {}));
+    add(Arc::new(StepEnd { lr: 3e-4, min_lr: 3e-5, warmup_iters: 10, decay_iters: 50 }));
+}
+
+fn ends(add: &mut Add) {
+    for (tokens, vocab, hidden) in [(1, 8, 8), (77, 1024, 264), (130, 50257, 128)] {
+        add(Arc::new(EmbeddingFwd { tokens, vocab, vocab_start: 0, hidden }));
+        for grad in [DType::Bf16, DType::F32] {
+            add(Arc::new(EmbeddingBwd { tokens, vocab, vocab_start: 0, hidden, grad }));
+        }
+        add(Arc::new(CrossEntropy { tokens, vocab, grad_scale: 1.0 / tokens as f32 }));
+        add(Arc::new(LossSum { tokens, scale: 1.0 / tokens as f32 }));
+        add(Arc::new(TokenGen { positions: Positions::whole(1, tokens), vocab, rng: RNG }));
+    }
+    for (kind, rows, cols, ranks) in [(Kind::AllGather, 3, 40, 4), (Kind::ReduceScatter, 3, 40, 4), (Kind::AllReduce, 3, 40, 4), (Kind::AllToAll, 12, 40, 4), (Kind::InPlace, 1, 4096, 8)] {
+        add(Arc::new(StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 }));
+    }
+    add(Arc::new(CountsToHost { len: 129 }));
+}
+
+fn moe(add: &mut Add) {
+    let softmax = ScoreFunction::Softmax;
+    let routers = [(softmax, false, None, None, false), (softmax, true, Some(2.5), None, false), (ScoreFunction::Sigmoid, false, Some(2.5), None, true), (softmax, false, None, Some(RNG), false)];
+    for (score, pre_softmax, scaling, forced, expert_bias) in routers {
+        for (tokens, experts, topk) in [(1, 8, 2), (77, 128, 8), (300, 60, 4), (130, 256, 8)] {
+            let fwd = RouterFwd { tokens, experts, topk, score, pre_softmax, scaling, forced, skew: forced.is_some(), expert_bias };
+            add(Arc::new(RouterBwd::of(&fwd, 1e-3, 0.5)));
+            add(Arc::new(fwd));
+        }
+    }
+    for (tokens, topk, experts, modulo, capacity) in [(1, 2, 8, true, None), (77, 8, 128, false, None), (300, 8, 8, true, None), (1030, 8, 8, true, Some(1030)), (130, 4, 16, false, Some(20))] {
+        let rows = capacity.map_or(tokens * topk, |c| c * experts);
+        add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows }));
+    }
+    for (rows, in_rows, hidden, div) in [(8, 4, 8, 2), (616, 77, 264, 8), (300, 300, 2048, 1)] {
+        for probs in [None, Some(in_rows * div)] {
+            add(Arc::new(GatherRows { rows, in_rows, hidden, div, probs }));
+        }
+    }
+    for (tokens, topk, rows, hidden) in [(1, 2, 2, 8), (77, 8, 616, 264), (130, 8, 1000, 2048)] {
+        for (residual, shared, dprobs) in [(true, false, false), (true, true, false), (false, false, true)] {
+            add(Arc::new(CombineRows { tokens, topk, rows, hidden, residual, shared, dprobs }));
+        }
+    }
+    add(Arc::new(ChunkMap { experts: 32, local: 8, rows: 500 }));
+    add(Arc::new(GatherScalars { rows: 77, in_rows: 77 }));
+    for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
+        for (experts, rows, n, k) in [(1, 1, 8, 8), (5, 333, 136, 264), (8, 1500, 768, 256), (8, 2000, 256, 1536)] {
+            for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
+                if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
+                    add(Arc::new(GroupedGemm { experts, rows, n, k, layout, out, accumulate }));
+                }
+            }
+        }
+    }
+}

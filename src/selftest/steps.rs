@@ -1,0 +1,174 @@
+//! Whole steps of small models on the GPU: arms, random numbers, many replays, capture without growth, and the
+//! host cost of a launch.
+
+use super::Log;
+use crate::args;
+use crate::capture::{self, RunPlan};
+use crate::device::cuda::executor::{CudaExecutor, CudaOptions, launch_cost};
+use crate::device::{Arm, DeviceError, Executor};
+use crate::overrides;
+use crate::recipe::Catalogue;
+use crate::workloads::{self, share::RankShare, shrink};
+
+/// Growth of used memory over the capture rounds that counts as none (MiB): the driver hands out memory in
+/// 2 MiB blocks, and a neighbour's context may come or go by one.
+const GROWTH_ALLOWED_MIB: f64 = 4.0;
+const ROUNDS: usize = 50;
+const REPLAYS: usize = 1000;
+/// Own kernels may cost this much more host time than the bare driver call (issue MAIN).
+const LAUNCH_COST_ALLOWED: f64 = 1.25;
+
+const DROPOUT: &str = "model.attention_dropout=0.1 model.hidden_dropout=0.1";
+const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
+const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
+const PADDED: &str = "model.moe_token_dispatcher_type=alltoall --use_tokendrop true";
+
+pub fn run(log: &mut Log, options: &CudaOptions) {
+    let arms = [
+        ("llama attn", format!("{LLAMA} --cuda_graph_scope attn {DROPOUT}")),
+        ("llama attn,mlp", format!("{LLAMA} --cuda_graph_scope attn,mlp {DROPOUT}")),
+        ("llama whole layer", format!("{LLAMA} --cuda_graph_impl transformer_engine {DROPOUT}")),
+        ("llama full_iteration", format!("{LLAMA} --cuda_graph_scope full_iteration {DROPOUT}")),
+        ("qwen recipe scope", format!("{QWEN} {DROPOUT}")),
+        ("qwen attn,moe_router", format!("{QWEN} --cuda_graph_scope attn,moe_router {DROPOUT}")),
+        ("qwen alltoall attn,moe_router,moe_preprocess", format!("{QWEN} model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess {DROPOUT}")),
+        ("qwen padded moe", format!("{QWEN} {PADDED} --cuda_graph_impl transformer_engine --cuda_graph_scope moe {DROPOUT}")),
+        ("qwen padded full_iteration", format!("{QWEN} {PADDED} --cuda_graph_impl local --cuda_graph_scope full_iteration {DROPOUT}")),
+        ("llama fp32 gradients", format!("{LLAMA} --cuda_graph_scope attn --grad_dtype fp32")),
+        ("llama bare stack", format!("{LLAMA} -cp 1 --stack_only --cuda_graph_scope full_iteration")),
+    ];
+    for (name, line) in &arms {
+        let name = format!("arms equal: {name}");
+        if log.wants(&name) {
+            log.record(&name, equal_arms(line, options).map_err(|e| e.to_string()));
+        }
+    }
+    let checks: [(&str, fn(&CudaOptions) -> Result<String, String>); 4] =
+        [("fresh random numbers", fresh_numbers), ("replays: a thousand", thousand_replays), ("capture and destroy", no_growth), ("launch cost", host_cost)];
+    for (name, check) in checks {
+        if log.wants(name) {
+            log.record(name, check(options));
+        }
+    }
+}
+
+/// The small model of a command line.
+pub fn small(line: &str) -> Result<RunPlan, String> {
+    let argv = std::iter::once("mbperf").chain(line.split_whitespace());
+    let args::Command::Run(args) = args::parse(argv).map_err(|e| e.to_string())? else {
+        return Err(format!("'{line}' is no run"));
+    };
+    let catalogue = Catalogue::load(None).map_err(|e| e.to_string())?;
+    let mut cfg = overrides::resolve(&args, &catalogue, &|_| None).map_err(|e| e.to_string())?.config;
+    shrink::shrink(&mut cfg, shrink::Given::default());
+    // One more layer, so that graphs hand over to graphs.
+    cfg.model.layers.push(cfg.model.layers[0]);
+    let share = RankShare::of(&cfg).map_err(|e| e.to_string())?;
+    let program = workloads::build(&cfg, &share).map_err(|e| e.to_string())?;
+    capture::plan(program, &cfg.graph, cfg.seed).map_err(|e| e.to_string())
+}
+
+struct Trace {
+    losses: Vec<u32>,
+    digest: Vec<(String, u64)>,
+}
+
+fn steps(device: &mut CudaExecutor, arm: Arm, count: usize) -> Result<Trace, DeviceError> {
+    let mut losses = Vec::new();
+    for _ in 0..count {
+        let step = device.submit(arm)?;
+        let done = device.wait(step)?;
+        if done.loss.is_some_and(|l| !l.is_finite()) || done.grad_norm.is_some_and(|n| !n.is_finite()) {
+            return Err(DeviceError::Invalid(format!("loss {:?}, gradient norm {:?}", done.loss, done.grad_norm)));
+        }
+        losses.extend(done.loss.map(f32::to_bits));
+    }
+    Ok(Trace { losses, digest: device.digest()? })
+}
+
+fn equal_arms(line: &str, options: &CudaOptions) -> Result<String, DeviceError> {
+    let plan = small(line).map_err(DeviceError::Invalid)?;
+    let mut device = CudaExecutor::new(&plan, options.clone())?;
+    device.reset()?;
+    let eager = steps(&mut device, Arm::Eager, 6)?;
+    device.reset()?;
+    let before = steps(&mut device, Arm::Graph, 3)?;
+    let cost = device.capture()?;
+    let after = steps(&mut device, Arm::Graph, 3)?;
+    device.destroy_graphs()?;
+    let losses = [before.losses, after.losses].concat();
+    if losses != eager.losses {
+        return Err(DeviceError::Unequal(format!("losses differ: eager {:?}, graph {:?}", floats(&eager.losses), floats(&losses))));
+    }
+    for (a, b) in eager.digest.iter().zip(&after.digest) {
+        if a != b {
+            return Err(DeviceError::Unequal(format!("{} differs", a.0)));
+        }
+    }
+    Ok(format!("{} graphs, {} nodes, {} losses and {} buffers the same bit for bit", cost.graphs, cost.nodes, losses.len(), eager.digest.len()))
+}
+
+fn floats(bits: &[u32]) -> Vec<f32> {
+    bits.iter().map(|b| f32::from_bits(*b)).collect()
+}
+
+/// With dropout as the only source of change (learning rate 0, gradients unused), two replays must differ.
+fn fresh_numbers(options: &CudaOptions) -> Result<String, String> {
+    let plan = small(&format!("{LLAMA} --cuda_graph_scope full_iteration {DROPOUT} --optimizer none"))?;
+    let run = || -> Result<Vec<Vec<(String, u64)>>, DeviceError> {
+        let mut device = CudaExecutor::new(&plan, options.clone())?;
+        device.reset()?;
+        device.capture()?;
+        (0..2).map(|_| Ok(steps(&mut device, Arm::Graph, 1)?.digest)).collect()
+    };
+    let digests = run().map_err(|e| e.to_string())?;
+    if digests[0] == digests[1] { Err("two replays gave the same gradients".into()) } else { Ok("two replays differ".into()) }
+}
+
+fn thousand_replays(options: &CudaOptions) -> Result<String, String> {
+    let plan = small(&format!("{QWEN} --cuda_graph_scope attn,moe_router {DROPOUT}"))?;
+    let run = || -> Result<bool, DeviceError> {
+        let mut device = CudaExecutor::new(&plan, options.clone())?;
+        device.reset()?;
+        let eager = steps(&mut device, Arm::Eager, REPLAYS)?;
+        device.reset()?;
+        device.capture()?;
+        let graph = steps(&mut device, Arm::Graph, REPLAYS)?;
+        Ok(eager.losses == graph.losses && eager.digest == graph.digest)
+    };
+    match run() {
+        Ok(true) => Ok(format!("{REPLAYS} steps of each arm end with the same bits")),
+        Ok(false) => Err("the arms drifted apart".into()),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+fn no_growth(options: &CudaOptions) -> Result<String, String> {
+    let plan = small(&format!("{LLAMA} --cuda_graph_scope attn,mlp"))?;
+    let run = || -> Result<f64, DeviceError> {
+        let mut device = CudaExecutor::new(&plan, options.clone())?;
+        device.reset()?;
+        let mut first = 0.0;
+        for round in 0..ROUNDS {
+            device.capture()?;
+            steps(&mut device, Arm::Graph, 1)?;
+            device.destroy_graphs()?;
+            if round == 0 {
+                first = device.free_memory_mib()?;
+            }
+        }
+        Ok(first - device.free_memory_mib()?)
+    };
+    match run() {
+        Ok(growth) if growth <= GROWTH_ALLOWED_MIB => Ok(format!("{ROUNDS} rounds, memory in use grew by {growth:.1} MiB after the first")),
+        Ok(growth) => Err(format!("{ROUNDS} rounds took {growth:.1} MiB, {GROWTH_ALLOWED_MIB} allowed")),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+fn host_cost(options: &CudaOptions) -> Result<String, String> {
+    let (own_us, bare_us) = launch_cost(options).map_err(|e| e.to_string())?;
+    let ratio = own_us / bare_us;
+    let text = format!("{own_us:.2} us a launch of our own, {bare_us:.2} us bare, ratio {ratio:.3} ({LAUNCH_COST_ALLOWED} allowed)");
+    if ratio <= LAUNCH_COST_ALLOWED { Ok(text) } else { Err(text) }
+}

@@ -1,0 +1,194 @@
+//! Self-attention: norm, QKV, q/k norm and RoPE, causal grouped-query attention, projection, residual.
+
+use super::share::RankShare;
+use super::weights::Spec;
+use super::{Stack, WorkloadError};
+use crate::config::RunConfig;
+use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
+use crate::ops::collective::{Kind, StandIn};
+use crate::ops::dropout::Dropout;
+use crate::ops::rmsnorm::partials;
+use crate::ops::rope::{QkvRopeBwd, QkvRopeFwd};
+use crate::program::{BufId, DType, Part, Pass};
+
+/// Sizes of one rank's attention.
+struct Dims {
+    head: usize,
+    q: usize,
+    kv: usize,
+    /// Width of the fused QKV product.
+    qkv: usize,
+}
+
+fn dims(cfg: &RunConfig, share: &RankShare) -> Dims {
+    let head = cfg.model.kv_channels;
+    Dims { head, q: share.q_heads * head, kv: share.kv_heads * head, qkv: (share.q_heads + 2 * share.kv_heads) * head }
+}
+
+/// Residual products are scaled by the depth: std / sqrt(2 layers) (Megatron-Core `scaled_init_method_normal`).
+pub(super) fn output_std(cfg: &RunConfig) -> f64 {
+    cfg.model.init_method_std / (2.0 * cfg.model.layers.len() as f64).sqrt()
+}
+
+pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<Spec> {
+    let (m, d) = (&cfg.model, dims(cfg, share));
+    let (q_all, kv_all) = (m.num_attention_heads * d.head, m.num_query_groups * d.head);
+    let name = |what: &str| format!("layer{index}.attn.{what}.weight");
+    let mut out = vec![
+        Spec::ones(name("norm"), m.hidden_size),
+        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(&[(0, d.q), (q_all, d.kv), (q_all + kv_all, d.kv)]),
+        Spec::normal(name("proj"), m.hidden_size, d.q, output_std(cfg)).col_block(0, q_all),
+    ];
+    if m.qk_layernorm {
+        out.push(Spec::ones(name("q_norm"), d.head));
+        out.push(Spec::ones(name("k_norm"), d.head));
+    }
+    out
+}
+
+impl Stack<'_> {
+    fn rope(&self) -> QkvRopeFwd {
+        let m = &self.cfg.model;
+        QkvRopeFwd {
+            positions: self.positions.clone(),
+            q_heads: self.share.q_heads,
+            kv_heads: self.share.kv_heads,
+            head_dim: m.kv_channels,
+            rotary_dim: (m.kv_channels as f64 * m.rotary_percent) as usize,
+            base: m.rotary_base,
+            qk_norm: m.qk_layernorm.then_some(m.layernorm_epsilon),
+            scaling: m.rope_scaling.clone(),
+        }
+    }
+
+    /// Keys and values of all context-parallel ranks: an all-gather when there are several.
+    fn context_ranks(&self) -> usize {
+        if self.cfg.stack_only { 1 } else { self.cfg.parallel.cp }
+    }
+
+    fn attn_shape(&mut self, l: usize) -> AttnShape {
+        let m = &self.cfg.model;
+        let (p, index, seed) = (m.attention_dropout, self.share.layers[l].0, self.model_seed());
+        let dropout = (p > 0.0).then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
+        AttnShape {
+            positions: self.positions.clone(),
+            kv_len: self.positions.seq * self.context_ranks(),
+            q_heads: self.share.q_heads,
+            kv_heads: self.share.kv_heads,
+            head_dim: self.cfg.model.kv_channels,
+            dropout,
+        }
+    }
+
+    /// `x -> x + attention(norm(x))`, `[split_tokens, hidden]`.
+    pub(super) fn attention_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
+        self.b.at(Some(l), Part::Attn, Pass::Forward);
+        let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
+        let index = self.share.layers[l].0;
+        let w = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.attn.{what}.weight"));
+        let (norm_w, qkv_w, proj_w) = (w(self, "norm")?, w(self, "qkv")?, w(self, "proj")?);
+        let (y, _) = self.norm(l, "attn.norm", x, norm_w);
+        let y = self.gather_tokens(l, "attn.norm", y, h);
+        let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
+        self.forward_product(qkv, y, qkv_w.value, t, d.qkv, h, None);
+        let [q, k, v] = [("q", d.q), ("k", d.kv), ("v", d.kv)].map(|(n, width)| self.act(l, &format!("attn.{n}"), &[t, width]));
+        let mut args = vec![qkv];
+        if self.cfg.model.qk_layernorm {
+            args.extend([w(self, "q_norm")?.value, w(self, "k_norm")?.value]);
+        }
+        args.extend([q, k, v]);
+        if self.cfg.model.qk_layernorm {
+            args.push(self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.q_heads + self.share.kv_heads]));
+        }
+        self.b.launch(self.rope(), &args);
+        let (k, v) = (self.gather_context(l, "k", k, d.kv), self.gather_context(l, "v", v, d.kv));
+        let shape = self.attn_shape(l);
+        let o = self.act(l, "attn.o", &[t, d.q]);
+        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.q_heads, self.positions.seq]);
+        let mut args = vec![q, k, v];
+        args.extend(shape.dropout.map(|_| self.words));
+        args.extend([o, lse]);
+        self.b.launch(AttnFwd { shape }, &args);
+        Ok(self.closing_product(l, "attn", o, proj_w.value, h, d.q, x))
+    }
+
+    /// Gradient of the layer's input from that of the attention part's output.
+    pub(super) fn attention_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
+        self.b.at(Some(l), Part::Attn, Pass::Backward);
+        let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
+        let index = self.share.layers[l].0;
+        let w = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.attn.{what}.weight"));
+        let (norm_w, qkv_w, proj_w) = (w(self, "norm")?, w(self, "qkv")?, w(self, "proj")?);
+        let dproj = self.closing_gradient(l, "attn", dout);
+        let o = self.act(l, "attn.o", &[t, d.q]);
+        let d_o = self.act(l, "attn.do", &[t, d.q]);
+        self.data_gradient(d_o, dproj, proj_w.value, t, h, d.q, None);
+        self.weight_gradient(proj_w.grad, dproj, o, t, h, d.q);
+
+        let ranks = self.context_ranks();
+        let kv_rows = t * ranks;
+        let gathered = |n: &str| if ranks > 1 { format!("attn.{n}.context") } else { format!("attn.{n}") };
+        let q = self.act(l, "attn.q", &[t, d.q]);
+        let [k, v] = ["k", "v"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
+        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.q_heads, self.positions.seq]);
+        let dq = self.act(l, "attn.dq", &[t, d.q]);
+        let [dk, dv] = ["dk", "dv"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
+        let shape = self.attn_shape(l);
+        let mut args = vec![q, k, v, o, lse, d_o];
+        args.extend(shape.dropout.map(|_| self.words));
+        args.extend([dq, dk, dv]);
+        self.b.launch(AttnBwd { shape }, &args);
+        let (dk, dv) = (self.reduce_context(l, "dk", dk, d.kv), self.reduce_context(l, "dv", dv, d.kv));
+
+        let dqkv = self.act(l, "attn.dqkv", &[t, d.qkv]);
+        let rope = self.rope();
+        let mut args = vec![dq, dk, dv];
+        if self.cfg.model.qk_layernorm {
+            let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
+            let rstd = self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.q_heads + self.share.kv_heads]);
+            args.extend([qkv, w(self, "q_norm")?.value, w(self, "k_norm")?.value, rstd]);
+        }
+        args.push(dqkv);
+        let rows = partials(t);
+        let mut partial = None;
+        if self.cfg.model.qk_layernorm {
+            partial = Some(self.act_as(l, "attn.qk_norm.dw_partial", DType::F32, &[rows, 2 * d.head]));
+            args.extend(partial);
+        }
+        self.b.launch(QkvRopeBwd::of(&rope), &args);
+        if let Some(partial) = partial {
+            for (first, what) in [(0, "q_norm"), (d.head, "k_norm")] {
+                let grad = w(self, what)?.grad;
+                self.column_sum(rows, 2 * d.head, first, d.head, partial, grad);
+            }
+        }
+        let y = self.act(l, "attn.norm.out", &[self.split_tokens, h]);
+        let y = self.gather_tokens(l, "attn.norm", y, h);
+        self.weight_gradient(qkv_w.grad, dqkv, y, t, d.qkv, h);
+        let dy = self.act(l, "attn.dy", &[t, h]);
+        self.data_gradient(dy, dqkv, qkv_w.value, t, d.qkv, h, None);
+        let dy = self.reduce_tokens(l, "attn.dy", dy, h);
+        let rstd = self.act_as(l, "attn.norm.rstd", DType::F32, &[self.split_tokens]);
+        Ok(self.norm_backward(l, "attn.norm", x, rstd, norm_w, dy, Some(dout)))
+    }
+
+    fn gather_context(&mut self, l: usize, n: &str, x: BufId, cols: usize) -> BufId {
+        let ranks = self.context_ranks();
+        if ranks == 1 {
+            return x;
+        }
+        let out = self.act(l, &format!("attn.{n}.context"), &[self.tokens * ranks, cols]);
+        self.b.launch(StandIn { kind: Kind::AllGather, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+        out
+    }
+
+    fn reduce_context(&mut self, l: usize, n: &str, x: BufId, cols: usize) -> BufId {
+        let ranks = self.context_ranks();
+        if ranks == 1 {
+            return x;
+        }
+        let out = self.act(l, &format!("attn.{n}.own"), &[self.tokens, cols]);
+        self.b.launch(StandIn { kind: Kind::ReduceScatter, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+        out
+    }
+}

@@ -1,0 +1,152 @@
+//! What attention, MLP and experts have in common: norms, products with their gradients, and the
+//! tensor-parallel collectives around them.
+
+use super::weights::Weight;
+use super::Stack;
+use crate::device::cuda::matmul::Layout;
+use crate::ops::collective::{Kind, StandIn};
+use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
+use crate::ops::gemm::{Accumulate, Gemm};
+use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
+use crate::program::{BufId, DType};
+
+impl Stack<'_> {
+    /// `y = rmsnorm(x) * weight`, with 1/rms kept for the backward. `[split_tokens, hidden]`.
+    pub(super) fn norm(&mut self, l: usize, name: &str, x: BufId, weight: Weight) -> (BufId, BufId) {
+        let (tokens, hidden) = (self.split_tokens, self.cfg.model.hidden_size);
+        let y = self.act(l, &format!("{name}.out"), &[tokens, hidden]);
+        let rstd = self.act_as(l, &format!("{name}.rstd"), DType::F32, &[tokens]);
+        self.b.launch(RmsNormFwd { tokens, hidden, eps: self.cfg.model.layernorm_epsilon }, &[x, weight.value, y, rstd]);
+        (y, rstd)
+    }
+
+    /// `dx = d(norm)/dx * dy + dres`, and the gradient of the scale.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn norm_backward(&mut self, l: usize, name: &str, x: BufId, rstd: BufId, weight: Weight, dy: BufId, dres: Option<BufId>) -> BufId {
+        let (tokens, hidden) = (self.split_tokens, self.cfg.model.hidden_size);
+        let dx = self.act(l, &format!("{name}.dx"), &[tokens, hidden]);
+        let rows = partials(tokens);
+        let partial = self.act_as(l, &format!("{name}.dw_partial"), DType::F32, &[rows, hidden]);
+        let mut args = vec![x, weight.value, rstd, dy];
+        args.extend(dres);
+        args.extend([dx, partial]);
+        self.b.launch(RmsNormBwd { tokens, hidden, residual: dres.is_some() }, &args);
+        self.column_sum(rows, hidden, 0, hidden, partial, weight.grad);
+        dx
+    }
+
+    /// Sums columns `first..first + cols` of `partial [rows, width]` into a main gradient.
+    pub(super) fn column_sum(&mut self, rows: usize, width: usize, first: usize, cols: usize, partial: BufId, grad: BufId) {
+        let accumulate = self.accumulate == Accumulate::InPlace;
+        self.b.launch(ColumnSum { rows, width, first, cols, out: self.grad_dtype(), accumulate }, &[partial, grad]);
+    }
+
+    /// `out[tokens, n] = x[tokens, k] w[n, k]^T (+ residual)`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn forward_product(&mut self, out: BufId, x: BufId, w: BufId, tokens: usize, n: usize, k: usize, residual: Option<BufId>) {
+        let accumulate = if residual.is_some() { Accumulate::Residual } else { Accumulate::No };
+        let op = Gemm { m: tokens, n, k, layout: Layout::Nt, batch: 1, out: self.b.program.buffer(out).dtype, accumulate };
+        let mut args = vec![x, w];
+        args.extend(residual);
+        args.push(out);
+        self.b.launch(op, &args);
+    }
+
+    /// `dx[tokens, k] = dy[tokens, n] w[n, k] (+ add)`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn data_gradient(&mut self, dx: BufId, dy: BufId, w: BufId, tokens: usize, n: usize, k: usize, add: Option<BufId>) {
+        let accumulate = if add.is_some() { Accumulate::Residual } else { Accumulate::No };
+        let op = Gemm { m: tokens, n: k, k: n, layout: Layout::Nn, batch: 1, out: DType::Bf16, accumulate };
+        let mut args = vec![dy, w];
+        args.extend(add);
+        args.push(dx);
+        self.b.launch(op, &args);
+    }
+
+    /// `grad[n, k] (+)= dy[tokens, n]^T x[tokens, k]`, into the main gradient.
+    pub(super) fn weight_gradient(&mut self, grad: BufId, dy: BufId, x: BufId, tokens: usize, n: usize, k: usize) {
+        let op = Gemm { m: n, n: k, k: tokens, layout: Layout::Tn, batch: 1, out: self.grad_dtype(), accumulate: self.accumulate };
+        self.b.launch(op, &[dy, x, grad]);
+    }
+
+    /// True where sequence parallelism splits rows over tensor ranks.
+    pub(super) fn split(&self) -> bool {
+        self.split_tokens != self.tokens
+    }
+
+    /// Rows of all tensor ranks: `[split_tokens, cols] -> [tokens, cols]`.
+    pub(super) fn gather_tokens(&mut self, l: usize, name: &str, x: BufId, cols: usize) -> BufId {
+        if !self.split() {
+            return x;
+        }
+        let out = self.act(l, &format!("{name}.gathered"), &[self.tokens, cols]);
+        self.b.launch(StandIn { kind: Kind::AllGather, rows: self.split_tokens, cols, ranks: self.cfg.parallel.tp, dtype: DType::Bf16 }, &[x, out]);
+        out
+    }
+
+    /// Sum over tensor ranks of a partial product, each rank keeping its rows:
+    /// `[tokens, cols] -> [split_tokens, cols]`.
+    pub(super) fn reduce_tokens(&mut self, l: usize, name: &str, x: BufId, cols: usize) -> BufId {
+        let ranks = self.cfg.parallel.tp;
+        if self.split() {
+            let out = self.act(l, &format!("{name}.reduced"), &[self.split_tokens, cols]);
+            self.b.launch(StandIn { kind: Kind::ReduceScatter, rows: self.split_tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+            return out;
+        }
+        if ranks > 1 && !self.cfg.stack_only {
+            self.b.launch(StandIn { kind: Kind::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x]);
+        }
+        x
+    }
+
+    /// True if the residual add can ride in the product that ends a part.
+    fn residual_rides(&self) -> bool {
+        self.cfg.model.hidden_dropout == 0.0 && (self.cfg.parallel.tp == 1 || self.cfg.stack_only)
+    }
+
+    fn hidden_dropout(&mut self, l: usize, name: &str) -> Dropout {
+        let seed = self.model_seed();
+        let index = self.share.layers[l].0;
+        Dropout { p: self.cfg.model.hidden_dropout, rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed) }
+    }
+
+    /// The product that ends a part, with the residual: `residual + dropout(reduce(x w^T))`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn closing_product(&mut self, l: usize, name: &str, x: BufId, w: BufId, n: usize, k: usize, residual: BufId) -> BufId {
+        let out = self.act(l, &format!("{name}.residual_out"), &[self.split_tokens, n]);
+        if self.residual_rides() {
+            self.forward_product(out, x, w, self.tokens, n, k, Some(residual));
+            return out;
+        }
+        let partial = self.act(l, &format!("{name}.product"), &[self.tokens, n]);
+        self.forward_product(partial, x, w, self.tokens, n, k, None);
+        let sum = self.reduce_tokens(l, name, partial, n);
+        self.add_residual(l, name, sum, residual, out);
+        out
+    }
+
+    /// `out = residual + dropout(x)`, `[split_tokens, hidden]`.
+    pub(super) fn add_residual(&mut self, l: usize, name: &str, x: BufId, residual: BufId, out: BufId) {
+        let dropout = self.hidden_dropout(l, name);
+        let len = self.split_tokens * self.cfg.model.hidden_size;
+        self.b.launch(DropoutAddFwd { len, dropout }, &[x, residual, self.words, out]);
+    }
+
+    /// Gradient at the output of a part's last product, on all rows: `[tokens, hidden]`.
+    pub(super) fn closing_gradient(&mut self, l: usize, name: &str, dout: BufId) -> BufId {
+        let dropped = self.dropout_gradient(l, name, dout);
+        self.gather_tokens(l, &format!("{name}.dout"), dropped, self.cfg.model.hidden_size)
+    }
+
+    /// Through the hidden dropout, if there is one.
+    pub(super) fn dropout_gradient(&mut self, l: usize, name: &str, dout: BufId) -> BufId {
+        if self.cfg.model.hidden_dropout == 0.0 {
+            return dout;
+        }
+        let dropout = self.hidden_dropout(l, name);
+        let hidden = self.cfg.model.hidden_size;
+        let dx = self.act(l, &format!("{name}.ddropout"), &[self.split_tokens, hidden]);
+        self.b.launch(DropoutBwd { len: self.split_tokens * hidden, dropout }, &[dout, self.words, dx]);
+        dx
+    }
+}

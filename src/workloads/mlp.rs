@@ -1,0 +1,85 @@
+//! Dense MLP: norm, gate and up in one product, SwiGLU, down product with the residual.
+
+use super::attention::output_std;
+use super::share::RankShare;
+use super::weights::Spec;
+use super::{Stack, WorkloadError};
+use crate::config::RunConfig;
+use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
+use crate::program::{BufId, DType, Part, Pass};
+
+pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<Spec> {
+    let (m, f) = (&cfg.model, share.ffn);
+    let name = |what: &str| format!("layer{index}.mlp.{what}.weight");
+    let mut out = vec![Spec::ones(name("norm"), m.hidden_size)];
+    out.extend(gated(cfg, &format!("layer{index}.mlp"), f, m.ffn_hidden_size));
+    out
+}
+
+/// Weights of a gated MLP of local width `f` out of `whole`.
+pub(super) fn gated(cfg: &RunConfig, prefix: &str, f: usize, whole: usize) -> Vec<Spec> {
+    let m = &cfg.model;
+    vec![
+        Spec::normal(format!("{prefix}.fc1.weight"), 2 * f, m.hidden_size, m.init_method_std).row_blocks(&[(0, f), (whole, f)]),
+        Spec::normal(format!("{prefix}.fc2.weight"), m.hidden_size, f, output_std(cfg)).col_block(0, whole),
+    ]
+}
+
+impl Stack<'_> {
+    /// `x -> x + mlp(norm(x))`, `[split_tokens, hidden]`.
+    pub(super) fn mlp_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
+        self.b.at(Some(l), Part::Mlp, Pass::Forward);
+        let index = self.share.layers[l].0;
+        let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);
+        let norm_w = self.weights.get(&format!("layer{index}.mlp.norm.weight"))?;
+        let (y, _) = self.norm(l, "mlp.norm", x, norm_w);
+        let y = self.gather_tokens(l, "mlp.norm", y, h);
+        let act = self.gated_forward(l, "mlp", y, f)?;
+        let fc2 = self.weights.get(&format!("layer{index}.mlp.fc2.weight"))?;
+        Ok(self.closing_product(l, "mlp", act, fc2.value, h, f, x))
+    }
+
+    pub(super) fn mlp_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
+        self.b.at(Some(l), Part::Mlp, Pass::Backward);
+        let index = self.share.layers[l].0;
+        let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);
+        let norm_w = self.weights.get(&format!("layer{index}.mlp.norm.weight"))?;
+        let dout_rows = self.closing_gradient(l, "mlp", dout);
+        let y = self.act(l, "mlp.norm.out", &[self.split_tokens, h]);
+        let y = self.gather_tokens(l, "mlp.norm", y, h);
+        let dy = self.gated_backward(l, "mlp", y, dout_rows, f, None)?;
+        let dy = self.reduce_tokens(l, "mlp.dy", dy, h);
+        let rstd = self.act_as(l, "mlp.norm.rstd", DType::F32, &[self.split_tokens]);
+        Ok(self.norm_backward(l, "mlp.norm", x, rstd, norm_w, dy, Some(dout)))
+    }
+
+    /// `silu(gate) * up` of `y fc1^T`: `[tokens, ffn]`.
+    pub(super) fn gated_forward(&mut self, l: usize, prefix: &str, y: BufId, f: usize) -> Result<BufId, WorkloadError> {
+        let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].0);
+        let fc1 = self.weights.get(&format!("layer{index}.{prefix}.fc1.weight"))?;
+        let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
+        self.forward_product(gate_up, y, fc1.value, t, 2 * f, h, None);
+        let act = self.act(l, &format!("{prefix}.act"), &[t, f]);
+        self.b.launch(SwigluFwd { rows: t, ffn: f, routed: false, experts: 0 }, &[gate_up, act]);
+        Ok(act)
+    }
+
+    /// Gradients of a gated MLP from that of its output; returns `dy (+ add)`, `[tokens, hidden]`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn gated_backward(&mut self, l: usize, prefix: &str, y: BufId, dout: BufId, f: usize, add: Option<BufId>) -> Result<BufId, WorkloadError> {
+        let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].0);
+        let weight = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.{prefix}.{what}.weight"));
+        let (fc1, fc2) = (weight(self, "fc1")?, weight(self, "fc2")?);
+        let act = self.act(l, &format!("{prefix}.act"), &[t, f]);
+        let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
+        let dact = self.act(l, &format!("{prefix}.dact"), &[t, f]);
+        self.data_gradient(dact, dout, fc2.value, t, h, f, None);
+        self.weight_gradient(fc2.grad, dout, act, t, h, f);
+        let dgate_up = self.act(l, &format!("{prefix}.dgate_up"), &[t, 2 * f]);
+        self.b.launch(SwigluBwd { rows: t, ffn: f, routed: false, experts: 0 }, &[gate_up, dact, dgate_up]);
+        self.weight_gradient(fc1.grad, dgate_up, y, t, 2 * f, h);
+        let dy = self.act(l, &format!("{prefix}.dy"), &[t, h]);
+        self.data_gradient(dy, dgate_up, fc1.value, t, 2 * f, h, add);
+        Ok(dy)
+    }
+}

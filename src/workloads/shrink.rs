@@ -1,0 +1,92 @@
+//! The CPU device runs the same model in small: same layer kinds, same parts, same launches, fewer of each.
+
+use crate::config::{LayerKind, RunConfig};
+
+/// Limits of the small model (DESIGN 4). Heads, widths and groups follow from the same budget: a step in
+/// well under a second on two cores.
+const HIDDEN: usize = 256;
+const SEQUENCE: usize = 128;
+const VOCABULARY: usize = 1024;
+const EXPERTS: usize = 8;
+const HEAD_WIDTH: usize = 64;
+const HEADS: usize = 4;
+const FFN: usize = 512;
+const EXPERT_FFN: usize = 128;
+const TOPK: usize = 2;
+/// Largest size of each parallel group: enough that its stand-in collectives are there.
+const GROUP: usize = 2;
+
+/// Sizes that the user gave and that shrinking leaves alone.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Given {
+    pub layers: bool,
+    pub hidden: bool,
+    pub sequence: bool,
+    pub vocabulary: bool,
+    pub experts: bool,
+}
+
+/// Makes `cfg` small; returns what was changed, for the notice.
+pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
+    let before = summary(cfg);
+    let p = &mut cfg.parallel;
+    p.tp = p.tp.min(GROUP);
+    p.cp = p.cp.min(GROUP);
+    p.dp = p.dp.min(GROUP);
+    // Expert groups are made of tensor, context and data ranks.
+    p.ep = p.ep.min(p.tp * p.cp * p.dp);
+    p.etp = 1;
+    p.sequence_parallel &= p.tp > 1;
+    (p.pp, p.vp, p.pp_rank) = (1, 1, 0);
+    p.pipeline_layout = None;
+    (p.first_stage_layers, p.last_stage_layers) = (None, None);
+    (p.account_for_embedding, p.account_for_loss) = (false, false);
+    let groups = p.tp.max(p.ep);
+    let tp = p.tp;
+
+    let m = &mut cfg.model;
+    if !given.layers {
+        let mut kinds: Vec<LayerKind> = Vec::new();
+        for kind in &m.layers {
+            if !kinds.contains(kind) {
+                kinds.push(*kind);
+            }
+        }
+        m.layers = kinds;
+    }
+    if !given.hidden {
+        m.hidden_size = m.hidden_size.min(HIDDEN);
+    }
+    let ratio = (m.num_attention_heads / m.num_query_groups.max(1)).max(1);
+    m.kv_channels = m.kv_channels.min(HEAD_WIDTH);
+    m.num_query_groups = m.num_query_groups.min((HEADS / ratio.min(HEADS)).max(tp));
+    m.num_attention_heads = m.num_query_groups * ratio.min(HEADS);
+    m.ffn_hidden_size = m.ffn_hidden_size.min(FFN);
+    if !given.vocabulary {
+        m.vocab_size = m.vocab_size.min(VOCABULARY);
+    }
+    if let Some(moe) = &mut m.moe {
+        if !given.experts {
+            moe.num_experts = moe.num_experts.min(EXPERTS.max(groups));
+        }
+        moe.router_topk = moe.router_topk.min(TOPK);
+        moe.ffn_hidden_size = moe.ffn_hidden_size.min(EXPERT_FFN);
+        moe.shared_expert_intermediate_size = moe.shared_expert_intermediate_size.map(|w| w.min(EXPERT_FFN));
+    }
+    let b = &mut cfg.batch;
+    if !given.sequence {
+        b.seq_length = b.seq_length.min(SEQUENCE);
+    }
+    b.micro_batch_size = b.micro_batch_size.min(2);
+    format!("{before} -> {}", summary(cfg))
+}
+
+fn summary(cfg: &RunConfig) -> String {
+    let m = &cfg.model;
+    let p = &cfg.parallel;
+    let experts = m.moe.as_ref().map_or(String::new(), |e| format!(", {} experts", e.num_experts));
+    format!(
+        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} cp {} ep {} dp {}",
+        m.layers.len(), m.hidden_size, m.num_attention_heads, cfg.batch.seq_length, m.vocab_size, p.tp, p.pp, p.cp, p.ep, p.dp
+    )
+}

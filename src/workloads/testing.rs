@@ -1,0 +1,124 @@
+//! Small configurations for tests.
+
+use super::share::RankShare;
+use crate::config::*;
+use crate::program::Program;
+
+/// Two dense layers on one GPU: hidden 64, 4 heads of 16 in 2 groups, 16 tokens.
+pub fn dense() -> RunConfig {
+    RunConfig {
+        identity: Identity {
+            family: "llama".into(),
+            recipe: "tiny".into(),
+            gpu: "h100".into(),
+            recipe_dtype: "bf16".into(),
+            compute_dtype: "bf16".into(),
+            task: "pretrain".into(),
+            variant: None,
+            num_gpus_recipe: 1,
+            num_gpus: 1,
+        },
+        model: Model {
+            layers: vec![LayerKind::Dense; 2],
+            hidden_size: 64,
+            ffn_hidden_size: 96,
+            num_attention_heads: 4,
+            num_query_groups: 2,
+            kv_channels: 16,
+            vocab_size: 256,
+            activation: Activation::Swiglu,
+            layernorm_epsilon: 1e-5,
+            qk_layernorm: false,
+            add_qkv_bias: false,
+            add_bias_linear: false,
+            rotary_base: 1e4,
+            rotary_percent: 1.0,
+            rope_scaling: None,
+            tied_embeddings: false,
+            init_method_std: 0.02,
+            attention_dropout: 0.0,
+            hidden_dropout: 0.0,
+            moe: None,
+            mtp_num_layers: 0,
+        },
+        parallel: Parallel {
+            tp: 1, pp: 1, cp: 1, ep: 1, etp: 1, vp: 1, dp: 1,
+            sequence_parallel: false,
+            pp_rank: 0,
+            pipeline_layout: None,
+            first_stage_layers: None,
+            last_stage_layers: None,
+            account_for_embedding: false,
+            account_for_loss: false,
+            use_distributed_optimizer: true,
+        },
+        batch: Batch { micro_batch_size: 1, global_batch_size: 2, seq_length: 16, num_microbatches_recipe: 2, num_microbatches: 2 },
+        graph: Graph { implementation: GraphImpl::None, scope: vec![], warmup_steps: 3, te_rng_tracker: false, staging: true },
+        recompute: Recompute { granularity: None, method: None, num_layers: None, modules: vec![] },
+        optimizer: Optimizer {
+            kind: "adam".into(), lr: 3e-4, min_lr: 3e-5, warmup_iters: 2, decay_iters: 50, clip_grad: 1.0,
+            beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, grad_dtype: "bf16".into(),
+        },
+        stack_only: false,
+        seed: 1234,
+        approximations: vec![],
+        not_built: vec![],
+    }
+}
+
+/// Two expert layers: 8 experts, top 2, q/k norm; four of the experts local (ep 2), `dispatcher` as given.
+pub fn moe(dispatcher: Dispatcher) -> RunConfig {
+    let mut cfg = dense();
+    cfg.model.layers = vec![LayerKind::Moe; 2];
+    cfg.model.qk_layernorm = true;
+    cfg.parallel.ep = 2;
+    cfg.parallel.dp = 2;
+    cfg.model.moe = Some(Moe {
+        num_experts: 8,
+        router_topk: 2,
+        ffn_hidden_size: 32,
+        shared_expert_intermediate_size: None,
+        score_function: ScoreFunction::Softmax,
+        pre_softmax: false,
+        topk_scaling_factor: None,
+        expert_bias: false,
+        aux_loss_coeff: 1e-3,
+        load_balancing_type: "aux_loss".into(),
+        force_load_balancing: true,
+        routing: Routing::Recipe,
+        dispatcher,
+        flex_backend: None,
+        capacity_factor: None,
+        pad_to_capacity: false,
+        rank_capacity_factor: None,
+        shared_expert_overlap: false,
+        input_jitter_eps: None,
+        grouped_gemm: true,
+        row_bound: 2.0,
+        expert_gemm: ExpertGemm::Grouped,
+    });
+    cfg
+}
+
+/// Drop and pad, as `--use_tokendrop true` with the alltoall dispatcher.
+pub fn padded() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Alltoall);
+    if let Some(moe) = &mut cfg.model.moe {
+        moe.capacity_factor = Some(1.0);
+        moe.pad_to_capacity = true;
+        moe.force_load_balancing = false;
+    }
+    cfg
+}
+
+pub fn with_graphs(mut cfg: RunConfig, implementation: GraphImpl, scope: &[Scope]) -> RunConfig {
+    cfg.graph.implementation = implementation;
+    cfg.graph.scope = scope.to_vec();
+    cfg.graph.te_rng_tracker = true;
+    cfg
+}
+
+pub fn program(cfg: &RunConfig) -> Program {
+    let share = RankShare::of(cfg).expect("the share");
+    super::build(cfg, &share).expect("the program")
+}

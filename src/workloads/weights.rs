@@ -1,0 +1,125 @@
+//! Weights and their main gradients, each kind in one flat buffer, so that the gradient norm, the optimizer
+//! and the data-parallel reduction are single launches over memory that lies in a row.
+
+use super::share::RankShare;
+use super::{Sublayer, WorkloadError, attention, head, mlp, moe, sublayers};
+use crate::config::RunConfig;
+use crate::program::builder::Builder;
+use crate::program::{BufId, DType, Init, Lifetime, Shard};
+use std::collections::HashMap;
+
+/// Elements that every weight starts on a multiple of: 256 bytes of bf16, what vector access and
+/// cuBLASLt's alignment classes ask for.
+const WEIGHT_ALIGNMENT: usize = 128;
+
+/// One weight of the rank, `[rows, cols]`.
+pub struct Spec {
+    pub name: String,
+    pub rows: usize,
+    pub cols: usize,
+    pub init: Init,
+    pub shard: Shard,
+    /// Lies with the experts, which are reduced over another group of ranks.
+    pub expert: bool,
+}
+
+impl Spec {
+    /// Random with `std`, all rows and columns local.
+    pub fn normal(name: String, rows: usize, cols: usize, std: f64) -> Self {
+        Self { name, rows, cols, init: Init::Normal { std }, shard: Shard::default(), expert: false }
+    }
+    /// The scale of a norm.
+    pub fn ones(name: String, len: usize) -> Self {
+        Self { name, rows: 1, cols: len, init: Init::Const { value: 1.0 }, shard: Shard::default(), expert: false }
+    }
+    /// Local row blocks (first global row, rows).
+    pub fn row_blocks(mut self, blocks: &[(usize, usize)]) -> Self {
+        self.shard.row_blocks = blocks.to_vec();
+        self
+    }
+    /// First global column and width of the whole tensor.
+    pub fn col_block(mut self, first: usize, width: usize) -> Self {
+        self.shard.cols = Some((first, width));
+        self
+    }
+    pub fn expert(mut self) -> Self {
+        self.expert = true;
+        self
+    }
+}
+
+/// A weight and its main gradient.
+#[derive(Debug, Clone, Copy)]
+pub struct Weight {
+    pub value: BufId,
+    pub grad: BufId,
+}
+
+/// One flat pair of buffers.
+#[derive(Debug, Clone, Copy)]
+pub struct Flat {
+    pub values: BufId,
+    pub grads: BufId,
+    pub len: usize,
+    /// Ranks that the optimizer state is sharded over.
+    pub ranks: usize,
+}
+
+pub struct Weights {
+    by_name: HashMap<String, Weight>,
+    /// Dense weights, then expert weights; only those that exist.
+    pub flats: Vec<Flat>,
+}
+
+impl Weights {
+    /// Declares every weight of the rank.
+    pub fn declare(b: &mut Builder, cfg: &RunConfig, share: &RankShare, grad_dtype: DType) -> Result<Self, WorkloadError> {
+        let mut specs = Vec::new();
+        if share.has_embedding && !cfg.stack_only {
+            specs.push(head::embedding_weight(cfg, share));
+        }
+        for &(index, kind) in &share.layers {
+            for sublayer in sublayers(kind)? {
+                specs.extend(match sublayer {
+                    Sublayer::Attention => attention::weights(cfg, share, index),
+                    Sublayer::Mlp => mlp::weights(cfg, share, index),
+                    Sublayer::Moe => moe::weights(cfg, share, index)?,
+                });
+            }
+        }
+        if share.has_loss && !cfg.stack_only {
+            specs.extend(head::head_weights(cfg, share));
+        }
+        let p = &cfg.parallel;
+        let dense_ranks = p.dp * p.cp;
+        let expert_ranks = (p.dp * p.cp * p.tp / (p.ep * p.etp)).max(1);
+        let mut out = Self { by_name: HashMap::new(), flats: Vec::new() };
+        for (expert, ranks) in [(false, dense_ranks), (true, expert_ranks)] {
+            let ranks = if p.use_distributed_optimizer && !cfg.stack_only { ranks } else { 1 };
+            let mine: Vec<&Spec> = specs.iter().filter(|s| s.expert == expert).collect();
+            if mine.is_empty() {
+                continue;
+            }
+            let label = if expert { "experts" } else { "dense" };
+            let padded = |s: &Spec| (s.rows * s.cols).next_multiple_of(WEIGHT_ALIGNMENT);
+            let len = mine.iter().map(|s| padded(s)).sum::<usize>().next_multiple_of(WEIGHT_ALIGNMENT * ranks);
+            let zero = Init::Const { value: 0.0 };
+            let values = b.buffer(&format!("{label}.weights"), DType::Bf16, &[len], Lifetime::Weight, zero.clone());
+            let grads = b.buffer(&format!("{label}.main_grads"), grad_dtype, &[len], Lifetime::MainGrad, zero.clone());
+            let mut at = 0;
+            for s in mine {
+                let shape = [s.rows, s.cols];
+                let value = b.view(&s.name, values, at, &shape, s.init.clone(), s.shard.clone());
+                let grad = b.view(&format!("{}.grad", s.name), grads, at, &shape, zero.clone(), Shard::default());
+                out.by_name.insert(s.name.clone(), Weight { value, grad });
+                at += padded(s);
+            }
+            out.flats.push(Flat { values, grads, len, ranks });
+        }
+        Ok(out)
+    }
+
+    pub fn get(&self, name: &str) -> Result<Weight, WorkloadError> {
+        self.by_name.get(name).copied().ok_or_else(|| WorkloadError::Internal(format!("no weight is called {name}")))
+    }
+}

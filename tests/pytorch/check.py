@@ -1,0 +1,189 @@
+"""Independent referee: recompute one dumped step with PyTorch in fp32 and compare the loss and every gradient.
+
+usage: check.py DIR [DIR ...]      (DIR as written by `mbperf ... --dump DIR`)
+
+Needs torch alone. Written against PyTorch's own modules: F.rms_norm, F.linear, scaled_dot_product_attention,
+F.silu, F.cross_entropy and autograd; shares no code with mbperf. Weights are the dumped ones (bf16 values).
+Exit 0 when every directory agrees.
+"""
+import json, math, os, struct, sys
+import torch, torch.nn.functional as F
+
+# bf16 keeps 8 bits: each stored intermediate is off by up to 2^-9, and a gradient passes through a few
+# dozen of them; independent errors add up in the norm, so 2^-9 * sqrt(100) bounds what rounding explains.
+GRADIENT_TOLERANCE = 2**-9 * 10
+LOSS_TOLERANCE = 2**-9
+
+
+def load(path):
+    with open(path, "rb") as f:
+        (n,) = struct.unpack("<Q", f.read(8))
+        head = json.loads(f.read(n))
+        body = f.read()
+    out = {}
+    for name, t in head.items():
+        if name == "__metadata__":
+            continue
+        a, b = t["data_offsets"]
+        out[name] = torch.frombuffer(bytearray(body[a:b]), dtype=torch.float32).reshape(t["shape"]).clone()
+    return out
+
+
+def rope(x, positions, base, rotary):
+    """x [b, s, heads, d]; rotate-half on the first `rotary` elements."""
+    inv = base ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    angle = positions.double()[:, None] * inv[None]
+    c, s = angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+    a, b, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
+    return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+
+class Step:
+    def __init__(self, cfg, w, step):
+        self.cfg, self.w, self.step = cfg, w, step
+        self.m = cfg["model"]
+        self.aux = torch.zeros(())
+
+    def norm(self, x, name):
+        return F.rms_norm(x, (x.shape[-1],), self.w[name].reshape(-1), self.m["layernorm_epsilon"])
+
+    def attention(self, i, x):
+        m, p = self.m, f"layer{i}.attn."
+        nq, nkv, d = m["num_attention_heads"], m["num_query_groups"], m["kv_channels"]
+        b, s, _ = x.shape
+        y = F.linear(self.norm(x, p + "norm.weight"), self.w[p + "qkv.weight"])
+        q, k, v = y.split([nq * d, nkv * d, nkv * d], -1)
+        q, k, v = q.view(b, s, nq, d), k.view(b, s, nkv, d), v.view(b, s, nkv, d)
+        if m["qk_layernorm"]:
+            q, k = self.norm(q, p + "q_norm.weight"), self.norm(k, p + "k_norm.weight")
+        pos, rot = torch.arange(s), int(d * m["rotary_percent"])
+        q, k = rope(q, pos, m["rotary_base"], rot), rope(k, pos, m["rotary_base"], rot)
+        k, v = (t.repeat_interleave(nq // nkv, 2) for t in (k, v))
+        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        return x + F.linear(o.transpose(1, 2).reshape(b, s, nq * d), self.w[p + "proj.weight"])
+
+    def gated(self, y, w1, w2):
+        gate, up = F.linear(y, w1).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, w2)
+
+    def mlp(self, i, x):
+        p = f"layer{i}.mlp."
+        return x + self.gated(self.norm(x, p + "norm.weight"), self.w[p + "fc1.weight"], self.w[p + "fc2.weight"])
+
+    def moe(self, i, local, x):
+        m, e, p = self.m, self.m["moe"], f"layer{i}.moe."
+        b, s, h = x.shape
+        y = self.norm(x, p + "norm.weight").reshape(-1, h)
+        experts, k = e["num_experts"], e["router_topk"]
+        gate = F.linear(y, self.w[p + "router.weight"])
+        scores = self.step[f"l{local}.moe.scores"]
+        index = self.step[f"l{local}.moe.index"].long()
+        forced = e["force_load_balancing"] or e["routing"] != "recipe"
+        sigmoid = e["score_function"] == "sigmoid"
+        if forced:  # the forced logits' values, the gate's gradient
+            value = torch.logit(scores) if sigmoid else scores.log()
+            logits = value + (gate - gate.detach())
+        else:
+            logits = gate
+        s_all = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+        if sigmoid:
+            probs = s_all.gather(1, index)
+            if k > 1:
+                probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+        elif e["pre_softmax"]:
+            probs = s_all.gather(1, index)
+        else:
+            probs = torch.softmax(logits.gather(1, index), -1)
+        if e["topk_scaling_factor"]:
+            probs = probs * e["topk_scaling_factor"]
+        if not forced:  # the dumped choice must be the top k of our own scores, but for ties within rounding
+            mine = s_all.topk(k, -1).values.sort(-1).values
+            theirs = s_all.gather(1, index).sort(-1).values
+            assert (mine - theirs).abs().max() < 1e-2, "the dumped choice is not the top k"
+        tokens = y.shape[0]
+        counts = torch.zeros(experts).index_add_(0, index.reshape(-1), torch.ones(index.numel()))
+        norm_scores = s_all / s_all.sum(-1, keepdim=True) if sigmoid else s_all
+        if e["load_balancing_type"] in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+            self.aux = self.aux + e["aux_loss_coeff"] * experts / (k * tokens * tokens) * (counts * norm_scores.sum(0)).sum()
+        w1, w2 = self.w[p + "experts.fc1.weight"], self.w[p + "experts.fc2.weight"]
+        n_local = w2.shape[0] // h
+        w1, w2 = w1.view(n_local, -1, h), w2.view(n_local, h, -1)
+        local_id = index % n_local
+        bins = experts if e["dispatcher"] == "alltoall" and self.cfg["parallel"]["ep"] > 1 else n_local
+        keep = torch.ones_like(index, dtype=torch.bool)
+        if e["capacity_factor"]:
+            cap = math.ceil(tokens * k / bins * e["capacity_factor"])
+            flat_bin, flat_p = (index % bins).reshape(-1), probs.detach().reshape(-1)
+            keep = torch.zeros_like(flat_bin, dtype=torch.bool)
+            for n in range(bins):
+                at = (flat_bin == n).nonzero().reshape(-1)
+                keep[at[torch.argsort(flat_p[at], descending=True, stable=True)[:cap]]] = True
+            keep = keep.view_as(index)
+        out = torch.zeros_like(y)
+        for n in range(n_local):
+            for j in range(k):
+                at = ((local_id[:, j] == n) & keep[:, j]).nonzero().reshape(-1)
+                if at.numel():
+                    rows = self.gated_rows(y[at], w1[n], w2[n], probs[at, j])
+                    out = out.index_add(0, at, rows)
+        if e["shared_expert_intermediate_size"]:
+            out = out + self.gated(y, self.w[p + "shared.fc1.weight"], self.w[p + "shared.fc2.weight"])
+        return x + out.view_as(x)
+
+    def gated_rows(self, y, w1, w2, prob):
+        gate, up = F.linear(y, w1).chunk(2, -1)
+        return F.linear(F.silu(gate) * up * prob[:, None], w2)
+
+    def run(self):
+        b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]
+        ids = self.step["ids.mb0"].long().view(b, s)
+        labels = self.step["labels.mb0"].long().view(-1)
+        x = F.embedding(ids, self.w["embedding.weight"])
+        for i, kind in enumerate(self.m["layers"]):
+            if kind in ("dense", "moe", "attn_only"):
+                x = self.attention(i, x)
+            if kind in ("dense", "mlp_only"):
+                x = self.mlp(i, x)
+            if kind in ("moe", "moe_only"):
+                x = self.moe(i, i, x)
+        y = self.norm(x, "final_norm.weight")
+        head = self.w.get("head.weight", self.w["embedding.weight"])
+        loss = F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)
+        (loss + self.aux).backward()
+        return loss.item()
+
+
+def check(folder):
+    with open(os.path.join(folder, "config.json")) as f:
+        cfg = json.load(f)
+    p = cfg["parallel"]
+    for what in ("tp", "pp", "cp"):
+        if p[what] != 1:
+            sys.exit(f"{folder}: the referee knows one rank; dump with -{what} 1")
+    if cfg["batch"]["num_microbatches"] != 1:
+        sys.exit(f"{folder}: the referee runs one micro-batch; dump with --max_microbatches 1")
+    w, grads, step = (load(os.path.join(folder, n + ".safetensors")) for n in ("weights", "grads", "step"))
+    w = {k: v.requires_grad_() for k, v in w.items()}
+    loss = Step(cfg, w, step).run()
+    theirs = step["loss"].item()
+    ok = abs(loss - theirs) <= LOSS_TOLERANCE * abs(loss)
+    print(f"{folder}: loss {theirs:.6f}, PyTorch {loss:.6f}: {'agrees' if ok else 'DIFFERS'}")
+    worst = []
+    for name, t in w.items():
+        g = grads[name + ".grad"]
+        mine = t.grad if t.grad is not None else torch.zeros_like(t)
+        norm = mine.norm().item()
+        error = (g - mine).norm().item() / norm if norm else g.norm().item()
+        worst.append((error, name))
+    worst.sort(reverse=True)
+    bad = [x for x in worst if not x[0] <= GRADIENT_TOLERANCE]
+    for error, name in bad or worst[:3]:
+        print(f"  {name}: relative error {error:.2e}{' EXCEEDS' if bad else ''}")
+    print(f"  {len(worst)} gradients, {len(bad)} beyond {GRADIENT_TOLERANCE:.1e}")
+    return ok and not bad
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    sys.exit(0 if all([check(d) for d in sys.argv[1:]]) else 1)
