@@ -5,7 +5,7 @@
 
 mod storage;
 
-pub use storage::Storage;
+pub use storage::{Storage, global_index, name_hash};
 
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
