@@ -23,10 +23,10 @@ fn story(cfg: &RunConfig, micro_batch: usize, layer: usize) -> Vec<String> {
         .collect()
 }
 
-const ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attn_fwd gemm";
+const ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attention_fwd gemm";
 const MLP_F: &str = "rmsnorm_fwd gemm swiglu_fwd gemm";
 const MLP_B: &str = "gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd column_sum";
-const ATTN_B: &str = "gemm gemm attn_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
+const ATTN_B: &str = "gemm gemm attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
 
 #[test]
 fn dense_attn_captures_attention_alone() {
@@ -66,19 +66,19 @@ fn micro_batches_share_graphs_and_a_full_iteration_is_one() {
 const ROUTER_F: &str = "rmsnorm_fwd gemm router_fwd";
 const ROUTER_B: &str = "router_bwd gemm gemm rmsnorm_bwd column_sum";
 const EXPERTS_F: &str = "grouped_gemm swiglu_fwd grouped_gemm";
-const QK_ATTN_B: &str = "gemm gemm attn_bwd qkv_rope_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
+const QK_ATTN_B: &str = "gemm gemm attention_bwd qkv_rope_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
 const EXPERTS_B: &str = "grouped_gemm grouped_gemm swiglu_bwd grouped_gemm grouped_gemm";
 
 #[test]
 fn alltoall_router_and_preprocess_hold_the_first_permutation_but_not_the_counts() {
     let cfg = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter, MoePreprocess]);
-    let sent = "counts_to_host stand_in stand_in chunk_map gather_rows";
-    let back = "gather_rows stand_in combine_rows";
+    let sent = "counts_to_host stand_in_all_to_all stand_in_all_to_all chunk_map gather_rows";
+    let back = "gather_rows stand_in_all_to_all combine_rows";
     let want = [
         "e copy".to_string(),
         format!("G {ATTN_F} {ROUTER_F} moe_sort gather_rows"),
         format!("e {sent} {EXPERTS_F} {back}"),
-        format!("e gather_rows stand_in gather_rows {EXPERTS_B} gather_rows stand_in gather_scalars stand_in copy copy copy"),
+        format!("e gather_rows stand_in_all_to_all gather_rows {EXPERTS_B} gather_rows stand_in_all_to_all gather_scalars stand_in_all_to_all copy copy copy"),
         format!("G combine_rows {ROUTER_B} {QK_ATTN_B}"),
     ];
     assert_eq!(story(&cfg, 0, 0), want);

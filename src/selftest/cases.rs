@@ -3,7 +3,7 @@
 use crate::config::ScoreFunction;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
-use crate::ops::collective::{CountsToHost, Kind, StandIn};
+use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
@@ -125,7 +125,7 @@ fn ends(add: &mut Add) {
         add(Arc::new(LossSum { tokens, scale: 1.0 / tokens as f32 }));
         add(Arc::new(TokenGen { positions: Positions::whole(1, tokens), vocab, rng: RNG }));
     }
-    for (kind, rows, cols, ranks) in [(Kind::AllGather, 3, 40, 4), (Kind::ReduceScatter, 3, 40, 4), (Kind::AllReduce, 3, 40, 4), (Kind::AllToAll, 12, 40, 4), (Kind::InPlace, 1, 4096, 8)] {
+    for (kind, rows, cols, ranks) in [(Collective::AllGather, 3, 40, 4), (Collective::ReduceScatter, 3, 40, 4), (Collective::AllReduce, 3, 40, 4), (Collective::AllToAll, 12, 40, 4), (Collective::InPlace, 1, 4096, 8)] {
         add(Arc::new(StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 }));
     }
     add(Arc::new(CountsToHost { len: 129 }));

@@ -5,7 +5,7 @@ use super::weights::Spec;
 use super::{Stack, WorkloadError};
 use crate::config::RunConfig;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
-use crate::ops::collective::{Kind, StandIn};
+use crate::ops::collective::{Collective, StandIn};
 use crate::ops::dropout::Dropout;
 use crate::ops::rmsnorm::partials;
 use crate::ops::rope::{QkvRopeBwd, QkvRopeFwd};
@@ -50,7 +50,7 @@ impl Stack<'_> {
     fn rope(&self) -> QkvRopeFwd {
         let m = &self.cfg.model;
         QkvRopeFwd {
-            positions: self.positions.clone(),
+            positions: self.positions,
             q_heads: self.share.q_heads,
             kv_heads: self.share.kv_heads,
             head_dim: m.kv_channels,
@@ -71,7 +71,7 @@ impl Stack<'_> {
         let (p, index, seed) = (m.attention_dropout, self.share.layers[l].0, self.model_seed());
         let dropout = (p > 0.0).then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
         AttnShape {
-            positions: self.positions.clone(),
+            positions: self.positions,
             kv_len: self.positions.seq * self.context_ranks(),
             q_heads: self.share.q_heads,
             kv_heads: self.share.kv_heads,
@@ -178,7 +178,7 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("attn.{n}.context"), &[self.tokens * ranks, cols]);
-        self.b.launch(StandIn { kind: Kind::AllGather, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+        self.b.launch(StandIn { kind: Collective::AllGather, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
         out
     }
 
@@ -188,7 +188,7 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("attn.{n}.own"), &[self.tokens, cols]);
-        self.b.launch(StandIn { kind: Kind::ReduceScatter, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+        self.b.launch(StandIn { kind: Collective::ReduceScatter, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
         out
     }
 }

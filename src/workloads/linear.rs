@@ -4,7 +4,7 @@
 use super::weights::Weight;
 use super::Stack;
 use crate::device::cuda::matmul::Layout;
-use crate::ops::collective::{Kind, StandIn};
+use crate::ops::collective::{Collective, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
@@ -80,7 +80,7 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("{name}.gathered"), &[self.tokens, cols]);
-        self.b.launch(StandIn { kind: Kind::AllGather, rows: self.split_tokens, cols, ranks: self.cfg.parallel.tp, dtype: DType::Bf16 }, &[x, out]);
+        self.b.launch(StandIn { kind: Collective::AllGather, rows: self.split_tokens, cols, ranks: self.cfg.parallel.tp, dtype: DType::Bf16 }, &[x, out]);
         out
     }
 
@@ -90,11 +90,11 @@ impl Stack<'_> {
         let ranks = self.cfg.parallel.tp;
         if self.split() {
             let out = self.act(l, &format!("{name}.reduced"), &[self.split_tokens, cols]);
-            self.b.launch(StandIn { kind: Kind::ReduceScatter, rows: self.split_tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+            self.b.launch(StandIn { kind: Collective::ReduceScatter, rows: self.split_tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
             return out;
         }
         if ranks > 1 && !self.cfg.stack_only {
-            self.b.launch(StandIn { kind: Kind::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x]);
+            self.b.launch(StandIn { kind: Collective::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x]);
         }
         x
     }

@@ -15,7 +15,7 @@ use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
 use crate::config::{Dispatcher, ExpertGemm, Moe, Routing, RunConfig};
 use crate::device::cuda::matmul::Layout;
-use crate::ops::collective::{CountsToHost, Kind, StandIn};
+use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::grouped_gemm::GroupedGemm;
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
@@ -348,7 +348,7 @@ impl Stack<'_> {
     fn all_to_all(&mut self, l: usize, name: &str, x: BufId, dtype: DType, rows: usize, cols: usize) -> BufId {
         let shape: &[usize] = if cols == 1 { &[rows] } else { &[rows, cols] };
         let out = self.act_as(l, &format!("{name}.received"), dtype, shape);
-        self.b.launch(StandIn { kind: Kind::AllToAll, rows, cols, ranks: self.cfg.parallel.ep, dtype }, &[x, out]);
+        self.b.launch(StandIn { kind: Collective::AllToAll, rows, cols, ranks: self.cfg.parallel.ep, dtype }, &[x, out]);
         out
     }
 

@@ -2,7 +2,7 @@
 //! reduction lies in the `local` graph, the optimizer in none.
 
 use super::Stack;
-use crate::ops::collective::{Kind, StandIn};
+use crate::ops::collective::{Collective, StandIn};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Shard};
 
@@ -33,7 +33,7 @@ impl Stack<'_> {
             let n = BUCKET_ELEMENTS.min(len - at);
             let bucket_name = format!("{name}.bucket{at}");
             let bucket = self.b.find(&bucket_name).unwrap_or_else(|| self.b.view(&bucket_name, whole, at, &[n], Init::Poison, Shard::default()));
-            self.b.launch(StandIn { kind: Kind::InPlace, rows: 1, cols: n, ranks, dtype }, &[bucket]);
+            self.b.launch(StandIn { kind: Collective::InPlace, rows: 1, cols: n, ranks, dtype }, &[bucket]);
             at += n;
         }
     }

@@ -149,7 +149,7 @@ impl Stack<'_> {
             });
             let rng = self.b.rng("tokens", 0);
             // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
-            self.b.launch(TokenGen { positions: self.positions.clone(), vocab: self.share.vocab, rng }, &[self.words, ids, labels]);
+            self.b.launch(TokenGen { positions: self.positions, vocab: self.share.vocab, rng }, &[self.words, ids, labels]);
             (given.ids, given.labels) = (Some(ids), Some(labels));
         }
         if !self.share.has_embedding {

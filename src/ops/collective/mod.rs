@@ -20,6 +20,8 @@ pub enum Collective {
     ReduceScatter,
     AllReduce,
     AllToAll,
+    /// A reduce-scatter or an all-gather whose result lies where its input does (gradient and weight buckets).
+    InPlace,
 }
 
 /// Copies the bytes that this rank would send to `ranks - 1` others; the result is what the exchange would give
@@ -30,6 +32,7 @@ pub enum Collective {
 /// - AllReduce: x `[rows, cols]` (updated, unchanged); (ranks-1)/ranks of its bytes go to scratch twice, the
 ///   traffic of a ring.
 /// - AllToAll: x `[rows, cols]` -> out `[rows, cols]`, a copy.
+/// - InPlace: x `[rows, cols]` (updated, unchanged); (ranks-1)/ranks of its bytes go to scratch once.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StandIn {
     pub kind: Collective,
@@ -51,7 +54,7 @@ impl StandIn {
         match self.kind {
             Collective::ReduceScatter => others * self.local_bytes(),
             // Chunks of whole elements; ranks may not divide the length.
-            Collective::AllReduce => {
+            Collective::AllReduce | Collective::InPlace => {
                 let len = self.rows * self.cols;
                 (len - len.div_ceil(self.ranks.max(1))) * self.dtype.size()
             }
@@ -60,7 +63,7 @@ impl StandIn {
     }
 
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
-        if self.kind == Collective::AllReduce {
+        if matches!(self.kind, Collective::AllReduce | Collective::InPlace) {
             return Ok(());
         }
         if self.dtype.is_float() {
@@ -95,6 +98,7 @@ impl Op for StandIn {
             Collective::ReduceScatter => "stand_in_reduce_scatter",
             Collective::AllReduce => "stand_in_all_reduce",
             Collective::AllToAll => "stand_in_all_to_all",
+            Collective::InPlace => "stand_in_in_place",
         }
     }
     fn args(&self) -> Vec<ArgSpec> {
@@ -103,7 +107,7 @@ impl Op for StandIn {
         match self.kind {
             Collective::AllGather => vec![x(self.rows), out(self.ranks * self.rows)],
             Collective::ReduceScatter => vec![x(self.ranks * self.rows), out(self.rows)],
-            Collective::AllReduce => {
+            Collective::AllReduce | Collective::InPlace => {
                 vec![ArgSpec::update("x", self.dtype, &[self.rows, self.cols]).sample(sample_of(self.dtype))]
             }
             Collective::AllToAll => vec![x(self.rows), out(self.rows)],
@@ -116,6 +120,7 @@ impl Op for StandIn {
             Collective::ReduceScatter => self.local_bytes() + self.sent_bytes(),
             Collective::AllReduce => 2 * self.sent_bytes(),
             Collective::AllToAll => self.local_bytes(),
+            Collective::InPlace => self.sent_bytes(),
         };
         2.0 * copied as f64
     }
@@ -139,9 +144,14 @@ impl Op for StandIn {
     ) -> Result<Issue, DeviceError> {
         let bytes = self.local_bytes();
         let mut pieces = Vec::new();
-        if self.kind == Collective::AllReduce {
+        let passes = match self.kind {
+            Collective::AllReduce => 2,
+            Collective::InPlace => 1,
+            _ => 0,
+        };
+        if passes > 0 {
             let [x] = addresses(self.name(), args)?;
-            for _pass in ["reduce-scatter", "all-gather"] {
+            for _ in 0..passes {
                 send(&mut pieces, workspace, x, self.sent_bytes(), self.workspace());
             }
         } else {

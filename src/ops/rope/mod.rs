@@ -1,4 +1,322 @@
-//! Op family `rope`: QKV split, per-head RMSNorm and rotary embedding.
+//! QKV split, optional RMSNorm of each q and k head, and rotary embedding (Su et al., "RoFormer", 2021) in
+//! rotate-half form: element i of the rotated part is paired with i + rotary_dim / 2.
+//!
+//! Angles are position * inverse frequency in f64 on both sides, from the same table of f64 frequencies that
+//! the host computes, so that they agree at any position; a model that rounds its frequencies to fp32 turns
+//! by up to position * 2^-24 radians less or more.
 
 mod positions;
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use super::rmsnorm::partials;
+use super::{ArgSpec, CpuArgs, Op, Sample, check_multiple, int_param, tolerance};
+use crate::cpu_reference;
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::program::DType;
 pub use positions::Positions;
+
+/// Frequency scaling of Llama 3.1 and later (`rope_scaling` of type `llama3` in the models' published
+/// configurations): waves longer than the original context are slowed by `factor`, short ones are kept, and
+/// those between are blended.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeScaling {
+    pub factor: f64,
+    pub low_freq_factor: f64,
+    pub high_freq_factor: f64,
+    /// Context length of the original training, in tokens.
+    pub original_max_position: f64,
+}
+
+impl RopeScaling {
+    /// The scaled frequency, in radians per token.
+    fn apply(&self, freq: f64) -> f64 {
+        let waves = self.original_max_position * freq / std::f64::consts::TAU;
+        if waves > self.high_freq_factor {
+            return freq;
+        }
+        if waves < self.low_freq_factor {
+            return freq / self.factor;
+        }
+        let kept = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor);
+        (1.0 - kept) * freq / self.factor + kept * freq
+    }
+}
+
+/// q, k, v from qkv: per-head RMSNorm of q and k if `qk_norm`, then rotary on the first `rotary_dim` elements.
+///
+/// T = positions.rows(), d = head_dim. Args: qkv R bf16 [T,(q_heads+2*kv_heads)*d] (q heads, then k, then v),
+/// [q_weight R bf16 [d], k_weight R bf16 [d]], q W bf16 [T,q_heads*d], k W [T,kv_heads*d], v W
+/// [T,kv_heads*d], [rstd W f32 [T,q_heads+kv_heads]]; those in brackets when `qk_norm`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QkvRopeFwd {
+    pub positions: Positions,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Rotated elements of each head, even, at most `head_dim`.
+    pub rotary_dim: usize,
+    /// Frequencies are base^(-2i/rotary_dim).
+    pub base: f64,
+    /// Epsilon of the per-head RMSNorm; `None`: no norm.
+    pub qk_norm: Option<f64>,
+    pub scaling: Option<RopeScaling>,
+}
+
+/// Gradient of [`QkvRopeFwd`], with the same fields.
+///
+/// Args: dq R bf16 [T,q_heads*d], dk R, dv R [T,kv_heads*d], [qkv R, q_weight R, k_weight R, rstd R as in the
+/// forward], dqkv W bf16 [T,(q_heads+2*kv_heads)*d], [dw_partial W f32 [rmsnorm::partials(T), 2*d]: of the q
+/// weight, then of the k weight; partial p sums tokens p, p + partials, ...].
+#[derive(Debug, Clone, PartialEq)]
+pub struct QkvRopeBwd {
+    pub positions: Positions,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub rotary_dim: usize,
+    pub base: f64,
+    pub qk_norm: Option<f64>,
+    pub scaling: Option<RopeScaling>,
+}
+
+impl QkvRopeBwd {
+    /// The forward op of the same shape.
+    pub fn forward(&self) -> QkvRopeFwd {
+        QkvRopeFwd {
+            positions: self.positions,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            rotary_dim: self.rotary_dim,
+            base: self.base,
+            qk_norm: self.qk_norm,
+            scaling: self.scaling,
+        }
+    }
+}
+
+const SOURCE: KernelSource = KernelSource { name: "rope/kernel.cu", text: include_str!("kernel.cu") };
+/// Warps of a block, as in kernel.cu.
+const FWD_WARPS: usize = 4;
+const BWD_WARPS: usize = 8;
+/// Warps that keep an H200 busy (132 multiprocessors, 32 warps each): with fewer tokens than that, several
+/// warps share a token.
+const BUSY_WARPS: usize = 132 * 32;
+/// Lanes of a warp, the most that can share a head.
+const WARP: usize = 32;
+
+/// How the kernels cut a head: elements of a vector access and lanes that share it.
+struct Cut {
+    vector: usize,
+    group: usize,
+}
+
+impl QkvRopeFwd {
+    fn tokens(&self) -> usize {
+        self.positions.rows()
+    }
+
+    /// Radians per token of pair i, for i < rotary_dim / 2.
+    pub fn inverse_frequencies(&self) -> Vec<f64> {
+        let freq = |i: usize| self.base.powf(-2.0 * i as f64 / self.rotary_dim as f64);
+        (0..self.rotary_dim / 2)
+            .map(|i| self.scaling.map_or(freq(i), |scaling| scaling.apply(freq(i))))
+            .collect()
+    }
+
+    /// Shapes of qkv, q, and k or v.
+    fn shapes(&self) -> ([usize; 2], [usize; 2], [usize; 2]) {
+        let (t, d) = (self.tokens(), self.head_dim);
+        let heads = self.q_heads + 2 * self.kv_heads;
+        ([t, heads * d], [t, self.q_heads * d], [t, self.kv_heads * d])
+    }
+
+    fn cut(&self, op: &str) -> Result<Cut, DeviceError> {
+        check_multiple(op, "head_dim", self.head_dim, 8)?;
+        if self.rotary_dim > self.head_dim || !self.rotary_dim.is_multiple_of(8) {
+            return Err(DeviceError::Invalid(format!(
+                "{op}: rotary_dim is {}, the kernel needs a multiple of 8 up to head_dim {}",
+                self.rotary_dim, self.head_dim
+            )));
+        }
+        let vector = if self.rotary_dim.is_multiple_of(16) { 8 } else { 4 };
+        let rest = (self.head_dim - self.rotary_dim) / vector;
+        let items = self.rotary_dim / 2 / vector + rest.div_ceil(2);
+        if items > WARP {
+            return Err(DeviceError::Invalid(format!(
+                "{op}: head_dim {} is more than a warp holds, at most {}",
+                self.head_dim,
+                WARP * 2 * vector
+            )));
+        }
+        Ok(Cut { vector, group: items.next_power_of_two() })
+    }
+
+    fn defines(&self, cut: &Cut) -> Vec<(&'static str, String)> {
+        // `{:e}` prints the shortest digits that read back as the same f64.
+        let mut table: Vec<String> = self.inverse_frequencies().iter().map(|f| format!("{f:e}")).collect();
+        if table.is_empty() {
+            table.push("0.0".into());
+        }
+        vec![
+            ("HEAD_DIM", self.head_dim.to_string()),
+            ("ROTARY_DIM", self.rotary_dim.to_string()),
+            ("VEC", cut.vector.to_string()),
+            ("GROUP", cut.group.to_string()),
+            ("INV_FREQ", table.join(",")),
+        ]
+    }
+
+    /// Warps that share a token: one when there are tokens enough, never more than it has head groups.
+    fn splits(&self, cut: &Cut) -> usize {
+        let groups = (self.q_heads + 2 * self.kv_heads).div_ceil(WARP / cut.group);
+        BUSY_WARPS.div_ceil(self.tokens().max(1)).clamp(1, groups.max(1))
+    }
+
+    /// The kernels' integer parameters after the pointers.
+    fn params(&self, op: &str, splits: usize) -> Result<Vec<Param>, DeviceError> {
+        // The kernels index (token, split) pairs of whole blocks with an int.
+        int_param(op, "tokens * splits", (self.tokens() + BWD_WARPS) * splits)?;
+        let [(start0, len0), (start1, _)] = self.positions.chunks;
+        let ints = [
+            ("tokens", self.tokens()),
+            ("q_heads", self.q_heads),
+            ("kv_heads", self.kv_heads),
+            ("splits", splits),
+            ("seq", self.positions.seq),
+            ("start of chunk 0", start0),
+            ("length of chunk 0", len0),
+            ("start of chunk 1", start1),
+        ];
+        ints.iter().map(|(what, n)| int_param(op, what, *n).map(Param::I32)).collect()
+    }
+
+    /// Floating-point operations a token: six for each rotated pair, and `norm` for each normed element.
+    fn token_flops(&self, norm: usize) -> f64 {
+        let normed = self.q_heads + self.kv_heads;
+        let norm = if self.qk_norm.is_some() { norm * self.head_dim } else { 0 };
+        (normed * (self.rotary_dim / 2 * 6 + norm)) as f64
+    }
+}
+
+impl Op for QkvRopeFwd {
+    fn name(&self) -> &'static str {
+        "qkv_rope_fwd"
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        let (qkv, q, kv) = self.shapes();
+        let mut args = vec![ArgSpec::read("qkv", DType::Bf16, &qkv)];
+        if self.qk_norm.is_some() {
+            args.push(ArgSpec::read("q_weight", DType::Bf16, &[self.head_dim]));
+            args.push(ArgSpec::read("k_weight", DType::Bf16, &[self.head_dim]));
+        }
+        args.push(ArgSpec::write("q", DType::Bf16, &q));
+        args.push(ArgSpec::write("k", DType::Bf16, &kv));
+        args.push(ArgSpec::write("v", DType::Bf16, &kv));
+        if self.qk_norm.is_some() {
+            args.push(ArgSpec::write("rstd", DType::F32, &[self.tokens(), self.q_heads + self.kv_heads]));
+        }
+        args
+    }
+    fn flops(&self) -> f64 {
+        self.token_flops(4) * self.tokens() as f64
+    }
+    fn tolerance(&self, arg: usize) -> f64 {
+        let dtype = if self.qk_norm.is_some() && arg == 6 { DType::F32 } else { DType::Bf16 };
+        tolerance(dtype, self.head_dim, 0)
+    }
+    cpu_reference!();
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        if self.tokens() == 0 {
+            return Ok(Issue::Nothing);
+        }
+        let cut = self.cut(self.name())?;
+        let splits = self.splits(&cut);
+        let entry = if self.qk_norm.is_some() { "qkv_norm_rope_fwd" } else { "qkv_rope_fwd" };
+        let kernel = cuda.kernel(SOURCE, entry, &self.defines(&cut), 0)?;
+        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
+        params.extend(self.params(self.name(), splits)?);
+        if let Some(eps) = self.qk_norm {
+            params.push(Param::F32(eps as f32));
+        }
+        let blocks = (self.tokens() * splits).div_ceil(FWD_WARPS);
+        cuda.launch(&kernel, Config::linear(blocks, (FWD_WARPS * WARP) as u32), &params)
+    }
+}
+
+impl Op for QkvRopeBwd {
+    fn name(&self) -> &'static str {
+        "qkv_rope_bwd"
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        let fwd = self.forward();
+        let (qkv, q, kv) = fwd.shapes();
+        let (t, d) = (fwd.tokens(), self.head_dim);
+        let mut args = vec![
+            ArgSpec::read("dq", DType::Bf16, &q),
+            ArgSpec::read("dk", DType::Bf16, &kv),
+            ArgSpec::read("dv", DType::Bf16, &kv),
+        ];
+        if self.qk_norm.is_some() {
+            args.push(ArgSpec::read("qkv", DType::Bf16, &qkv));
+            args.push(ArgSpec::read("q_weight", DType::Bf16, &[d]));
+            args.push(ArgSpec::read("k_weight", DType::Bf16, &[d]));
+            // Any positive numbers do: the formula holds for a given rstd.
+            args.push(
+                ArgSpec::read("rstd", DType::F32, &[t, self.q_heads + self.kv_heads])
+                    .sample(Sample::Uniform(0.5, 1.5)),
+            );
+        }
+        args.push(ArgSpec::write("dqkv", DType::Bf16, &qkv));
+        if self.qk_norm.is_some() {
+            args.push(ArgSpec::write("dw_partial", DType::F32, &[partials(t), 2 * d]));
+        }
+        args
+    }
+    fn flops(&self) -> f64 {
+        let fwd = self.forward();
+        fwd.token_flops(9) * fwd.tokens() as f64
+    }
+    fn tolerance(&self, arg: usize) -> f64 {
+        let tokens = self.positions.rows();
+        if self.qk_norm.is_some() && arg == 8 {
+            // Its terms are products with cosines and sines that the fast functions give to 2^-21: eight times
+            // the fp32 round-off, as much as a sum of 64 more terms.
+            let terms = tokens.div_ceil(partials(tokens)) * self.q_heads.max(self.kv_heads);
+            return tolerance(DType::F32, terms + 64, 0);
+        }
+        tolerance(DType::Bf16, self.head_dim, 0)
+    }
+    cpu_reference!();
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        let fwd = self.forward();
+        let norm = self.qk_norm.is_some();
+        if fwd.tokens() == 0 {
+            let bytes = partials(0) * 2 * self.head_dim * DType::F32.size();
+            return Ok(if norm { Issue::Zero { dst: args[8], bytes } } else { Issue::Nothing });
+        }
+        let cut = fwd.cut(self.name())?;
+        // A block's warps share its tokens' head groups; without weight gradients a block takes as many
+        // tokens as it has warps for.
+        let splits = fwd.splits(&cut).min(BWD_WARPS);
+        let blocks = if norm { partials(fwd.tokens()) } else { (fwd.tokens() * splits).div_ceil(BWD_WARPS) };
+        let entry = if norm { "qkv_norm_rope_bwd" } else { "qkv_rope_bwd" };
+        let kernel = cuda.kernel(SOURCE, entry, &fwd.defines(&cut), 0)?;
+        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
+        params.extend(fwd.params(self.name(), splits)?);
+        cuda.launch(&kernel, Config::linear(blocks, (BWD_WARPS * WARP) as u32), &params)
+    }
+}

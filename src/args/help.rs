@@ -1,0 +1,81 @@
+//! `--help` of the main command, by group, with the harness's short forms beside the long ones. clap would
+//! print `-mr` as "[alias: --mr]", so the page is rendered here from the same declarations.
+
+use super::refused::REFUSED;
+use clap::{Arg, Command};
+use std::fmt::Write;
+
+/// Columns of the page.
+const WIDTH: usize = 100;
+/// Column at which an option's description begins.
+const INDENT: usize = 10;
+
+/// The whole page.
+pub fn render(main: &mut Command, subcommands: &Command) -> String {
+    main.build();
+    let mut page = format!("{}\n\n", main.get_about().map(ToString::to_string).unwrap_or_default());
+    page += "Usage: mbperf -m FAMILY -mr RECIPE -g GPU [OPTIONS] [KEY=VALUE]...\n       mbperf COMMAND\n\n";
+    page += "Options are the Megatron-Bridge performance harness's, in its groups, and mbperf's own in the last one.\n";
+    page += "One without a default keeps the recipe's value. The last of a repeated option wins; names are written in\n";
+    page += "full. KEY=VALUE replaces a setting of the recipe and may stand anywhere; options win over it.\n\nCommands:\n";
+    for c in subcommands.get_subcommands().filter(|c| !c.is_hide_set()) {
+        let about = c.get_about().map(ToString::to_string).unwrap_or_default();
+        let _ = writeln!(page, "  {:<10} {about}", c.get_name());
+    }
+    let mut groups: Vec<&str> = Vec::new();
+    let headings = main.get_arguments().filter(|a| !a.is_positional()).map(|a| a.get_help_heading().unwrap_or("Other"));
+    for heading in headings.chain(REFUSED.iter().map(|r| r.group)) {
+        if !groups.contains(&heading) {
+            groups.push(heading);
+        }
+    }
+    for group in groups {
+        let _ = writeln!(page, "\n{group}:");
+        let ours = |a: &&Arg| !a.is_positional() && !a.is_hide_set() && a.get_help_heading().unwrap_or("Other") == group;
+        for arg in main.get_arguments().filter(ours) {
+            page += &option(arg);
+        }
+        for refused in REFUSED.iter().filter(|r| r.group == group) {
+            let names: Vec<String> = refused
+                .options
+                .iter()
+                .map(|(short, long)| if short.is_empty() { (*long).to_owned() } else { format!("{short} {long}") })
+                .collect();
+            page += &wrap(&format!("Refused ({}): {}", refused.reason, names.join(", ")), 2);
+        }
+    }
+    page
+}
+
+/// `  -gb, --global_batch_size <N>` and its description on the next line.
+fn option(arg: &Arg) -> String {
+    let mut names: Vec<String> = arg.get_short().map(|c| format!("-{c}")).into_iter().collect();
+    names.extend(arg.get_visible_aliases().unwrap_or_default().iter().map(|a| format!("-{a}")));
+    names.push(format!("--{}", arg.get_long().unwrap_or_default()));
+    let takes = arg.get_action().takes_values();
+    let value = arg.get_value_names().filter(|_| takes).and_then(|v| v.first()).map_or(String::new(), |v| format!(" <{v}>"));
+    let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let choices: Vec<String> = arg.get_possible_values().iter().map(|v| v.get_name().to_owned()).collect();
+    if takes && !choices.is_empty() && !arg.is_hide_possible_values_set() {
+        let _ = write!(text, " [{}]", choices.join(", "));
+    }
+    if let (true, Some(default)) = (takes, arg.get_default_values().first()) {
+        let _ = write!(text, " [default: {}]", default.to_string_lossy());
+    }
+    format!("  {}{value}\n{}", names.join(", "), wrap(&text, INDENT))
+}
+
+/// Lines of at most [`WIDTH`] columns, each indented.
+fn wrap(text: &str, indent: usize) -> String {
+    let (mut out, mut line) = (String::new(), " ".repeat(indent));
+    for word in text.split_whitespace() {
+        if line.len() + word.len() + 1 > WIDTH && line.len() > indent {
+            out += line.trim_end();
+            out.push('\n');
+            line = " ".repeat(indent);
+        }
+        line += word;
+        line.push(' ');
+    }
+    out + line.trim_end() + "\n"
+}

@@ -1,0 +1,287 @@
+//! The command line: the harness's spellings (`-mr X`, `-mr=X`, underscores), then clap.
+//!
+//! argparse knows options of several letters behind one dash, clap does not: they are declared as aliases and
+//! [`normalise`] turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
+//! long options are not accepted, since their meaning would change with every new option.
+
+mod help;
+mod options;
+mod refused;
+mod values;
+
+pub use options::*;
+pub use refused::REFUSED;
+pub use values::*;
+
+use clap::{CommandFactory, Parser, error::ErrorKind};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Why there is no command to run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ArgsError {
+    /// `--help` or `--version`: goes to standard output, exit code 0.
+    #[error("{0}")]
+    Show(String),
+    /// Wrong use: goes to standard error, exit code 2.
+    #[error("{0}")]
+    Usage(String),
+}
+
+impl ArgsError {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            ArgsError::Show(_) => 0,
+            ArgsError::Usage(_) => 2,
+        }
+    }
+}
+
+/// What the user asked for.
+#[derive(Debug, Clone)]
+pub enum Command {
+    Run(Box<Args>),
+    Recipes(RecipesCommand),
+    Rules,
+    Doctor(DoctorArgs),
+    Selftest(SelftestArgs),
+    Ops,
+    CompileKernels(CompileKernelsArgs),
+}
+
+#[derive(Debug, Clone, clap::Parser)]
+#[command(name = "mbperf", disable_help_subcommand = true)]
+struct SubCli {
+    #[command(subcommand)]
+    command: Sub,
+}
+
+#[derive(Debug, Clone, clap::Subcommand)]
+#[command(rename_all = "snake_case")]
+enum Sub {
+    /// List the recipes, or show one
+    #[command(subcommand)]
+    Recipes(RecipesCommand),
+    /// Print the rules that a configuration is judged by
+    Rules,
+    /// Look for the driver and the CUDA libraries
+    Doctor(DoctorArgs),
+    /// Check every op of a device against its reference, and capture and replay
+    Selftest(SelftestArgs),
+    /// List the ops
+    Ops,
+    /// Compile every kernel for an architecture; needs NVRTC, no GPU
+    #[command(hide = true)]
+    CompileKernels(CompileKernelsArgs),
+}
+
+/// Names of the subcommands, `compile_kernels` (hidden) included.
+const SUBCOMMANDS: [&str; 6] = ["recipes", "rules", "doctor", "selftest", "ops", "compile_kernels"];
+
+#[derive(Debug, Clone, clap::Subcommand)]
+#[command(rename_all = "snake_case")]
+pub enum RecipesCommand {
+    /// One line a recipe
+    #[command(rename_all = "snake_case")]
+    List {
+        /// Only recipes whose name holds this
+        filter: Option<String>,
+        /// Folder of your own recipes
+        #[arg(long, value_name = "DIR")]
+        recipes_dir: Option<PathBuf>,
+    },
+    /// Every setting of one recipe
+    #[command(rename_all = "snake_case")]
+    Show {
+        /// The recipe's full name, as `list` prints it
+        name: String,
+        /// Folder of your own recipes
+        #[arg(long, value_name = "DIR")]
+        recipes_dir: Option<PathBuf>,
+    },
+}
+
+#[derive(Debug, Clone, clap::Args)]
+#[command(rename_all = "snake_case")]
+pub struct DoctorArgs {
+    /// Folder to look for the CUDA libraries in first
+    #[arg(long, value_name = "DIR")]
+    pub cuda_path: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, clap::Args)]
+#[command(rename_all = "snake_case")]
+pub struct SelftestArgs {
+    /// Where to run
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub device: DeviceChoice,
+    /// Only checks whose name holds this
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
+    /// Folder of compiled kernels
+    #[arg(long, value_name = "DIR")]
+    pub kernel_cache: Option<PathBuf>,
+    /// Folder to look for the CUDA libraries in first
+    #[arg(long, value_name = "DIR")]
+    pub cuda_path: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, clap::Args)]
+#[command(rename_all = "snake_case")]
+pub struct CompileKernelsArgs {
+    /// Architecture, e.g. sm_90a
+    #[arg(long, value_name = "NAME", required = true)]
+    pub arch: Vec<String>,
+    /// Folder to look for NVRTC in first
+    #[arg(long, value_name = "DIR")]
+    pub cuda_path: Option<PathBuf>,
+}
+
+/// Reads a command line, `argv[0]` being the program's name.
+///
+/// # Errors
+/// [`ArgsError::Show`] for `--help` and `--version`, [`ArgsError::Usage`] with the remedy for everything else.
+pub fn parse<I, T>(argv: I) -> Result<Command, ArgsError>
+where
+    I: IntoIterator<Item = T>,
+    T: Into<OsString>,
+{
+    let tokens: Vec<String> = argv
+        .into_iter()
+        .skip(1)
+        .map(|t| t.into().into_string())
+        .collect::<Result<_, _>>()
+        .map_err(|t| ArgsError::Usage(format!("error: the argument {t:?} is not valid UTF-8")))?;
+    let with_name = |tokens: &[String]| [&["mbperf".to_owned()], tokens].concat();
+    if tokens.first().is_some_and(|t| SUBCOMMANDS.contains(&t.as_str())) {
+        let cli = SubCli::try_parse_from(with_name(&tokens)).map_err(from_clap)?;
+        return Ok(match cli.command {
+            Sub::Recipes(c) => Command::Recipes(c),
+            Sub::Rules => Command::Rules,
+            Sub::Doctor(a) => Command::Doctor(a),
+            Sub::Selftest(a) => Command::Selftest(a),
+            Sub::Ops => Command::Ops,
+            Sub::CompileKernels(a) => Command::CompileKernels(a),
+        });
+    }
+    let (normal, scopes) = normalise(&Args::command(), &tokens)?;
+    let mut args = match Args::try_parse_from(with_name(&normal)) {
+        Ok(args) => args,
+        Err(e) if e.kind() == ErrorKind::DisplayHelp => {
+            return Err(ArgsError::Show(help::render(&mut Args::command(), &SubCli::command())));
+        }
+        Err(e) => return Err(from_clap(e)),
+    };
+    for text in &args.overrides {
+        check_override(text)?;
+    }
+    args.argv = tokens;
+    args.scope_repeated = scopes > 1;
+    Ok(Command::Run(Box::new(args)))
+}
+
+/// clap's message without its usage lines: what is wrong, and its tip.
+fn from_clap(e: clap::Error) -> ArgsError {
+    if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        return ArgsError::Show(e.to_string());
+    }
+    let text = e.to_string();
+    let keep = |p: &&str| !p.starts_with("Usage:") && !p.starts_with("For more information");
+    let paragraphs: Vec<&str> = text.trim().split("\n\n").filter(keep).collect();
+    ArgsError::Usage(format!("{}\n\n`mbperf --help` lists every option.", paragraphs.join("\n\n")))
+}
+
+/// Turns `-mr X` and `-mr=X` into `--mr X` and `--mr=X` for every declared alias, and refuses the harness's
+/// options that have no meaning here. Also counts `--cuda_graph_scope`.
+fn normalise(command: &clap::Command, tokens: &[String]) -> Result<(Vec<String>, usize), ArgsError> {
+    let find = |name: &str| {
+        command.get_arguments().find(|a| {
+            let long = name.strip_prefix("--");
+            let short = name.strip_prefix('-').filter(|_| long.is_none());
+            let alias = |n: &str| a.get_visible_aliases().is_some_and(|v| v.contains(&n));
+            long.is_some_and(|n| a.get_long() == Some(n) || alias(n))
+                || short.is_some_and(|n| alias(n) || a.get_short().is_some_and(|s| n == s.to_string()))
+        })
+    };
+    let takes_value = |a: &clap::Arg| a.get_action().takes_values();
+    let (mut out, mut scopes) = (Vec::with_capacity(tokens.len()), 0);
+    let mut rest = tokens.iter().peekable();
+    while let Some(token) = rest.next() {
+        if token == "--" {
+            out.extend(std::iter::once(token).chain(rest).cloned());
+            break;
+        }
+        let (name, value) = match token.split_once('=') {
+            Some((name, value)) => (name, Some(value)),
+            None => (token.as_str(), None),
+        };
+        if !token.starts_with('-') || name.len() < 2 || matches!(name, "-h" | "--help" | "-V" | "--version") {
+            out.push(token.clone());
+            continue;
+        }
+        if let Some(reason) = refused::reason(name) {
+            return Err(ArgsError::Usage(format!("error: {name} is an option of the harness that mbperf refuses: {reason}. Leave it out.")));
+        }
+        let Some(arg) = find(name) else {
+            let flag = |c: char| command.get_arguments().any(|a| a.get_short() == Some(c) && !takes_value(a));
+            let bundle = !name.starts_with("--") && value.is_none() && name.chars().skip(1).all(flag);
+            if bundle || token.parse::<f64>().is_ok() {
+                out.push(token.clone());
+                continue;
+            }
+            return Err(unknown(command, name));
+        };
+        scopes += usize::from(arg.get_id() == "cuda_graph_scope");
+        let long = arg.get_long().unwrap_or_default();
+        match value {
+            Some(v) => out.push(format!("--{long}={v}")),
+            // The value may be left out: an override that follows is not it.
+            None if takes_value(arg) && arg.get_num_args().is_some_and(|n| n.min_values() == 0) => {
+                match rest.next_if(|t| !t.contains('=') && (!t.starts_with('-') || t.parse::<f64>().is_ok())) {
+                    Some(v) => out.push(format!("--{long}={v}")),
+                    None => out.push(format!("--{long}=None")),
+                }
+            }
+            None if takes_value(arg) => {
+                out.push(format!("--{long}"));
+                // A lone value that looks like an option is clap's to refuse.
+                out.extend(rest.next_if(|t| !t.starts_with('-') || *t == "-" || t.parse::<f64>().is_ok()).cloned());
+            }
+            None => out.push(format!("--{long}")),
+        }
+    }
+    Ok((out, scopes))
+}
+
+/// The message for an option that is neither ours nor the harness's.
+fn unknown(command: &clap::Command, name: &str) -> ArgsError {
+    let longs = command.get_arguments().filter(|a| !a.is_hide_set()).filter_map(|a| a.get_long()).map(|l| format!("--{l}"));
+    let shorts = command.get_arguments().flat_map(|a| {
+        let one = a.get_short().map(|c| format!("-{c}"));
+        one.into_iter().chain(a.get_visible_aliases().unwrap_or_default().into_iter().map(|n| format!("-{n}")))
+    });
+    let names: Vec<String> = if name.starts_with("--") { longs.collect() } else { shorts.collect() };
+    let wanted = name.replace('-', "_").replacen("__", "--", 1);
+    let hint = match nearest(if name.starts_with("--") { &wanted } else { name }, names.iter().map(String::as_str)) {
+        Some(n) => format!(" Did you mean `{n}`?"),
+        None => " `mbperf --help` lists every option.".to_owned(),
+    };
+    ArgsError::Usage(format!("error: there is no option `{name}`.{hint}"))
+}
+
+/// A token that is no option must be `key=value`.
+fn check_override(text: &str) -> Result<(), ArgsError> {
+    let usage = |message: String| Err(ArgsError::Usage(format!("error: {message}")));
+    let legal = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
+    match text.split_once('=') {
+        Some((key, _)) if legal(key) => Ok(()),
+        Some((key, _)) => usage(format!("`{text}`: `{key}` is no configuration key; write it as model.num_layers=16")),
+        None if SCOPES.iter().any(|(n, _)| *n == text) => {
+            usage(format!("`{text}` stands alone; scopes are joined by commas: --cuda_graph_scope attn,{text}"))
+        }
+        None => {
+            let hint = nearest(text, SUBCOMMANDS).map_or(String::new(), |n| format!(" Did you mean `mbperf {n}`?"));
+            usage(format!("`{text}` is neither an option nor a `key=value` override.{hint}"))
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Stable sort of (token, choice) pairs by expert, dropless or with a capacity.
+
+use super::MAX_BINS;
+use crate::cpu_reference;
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::ops::rng::philox;
+use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample};
+use crate::program::DType;
+
+const SOURCE: KernelSource = KernelSource { name: "moe_permute/sort.cu", text: include_str!("sort.cu") };
+
+/// Pairs of one block, one a thread: the unit of the per-block histograms.
+const BLOCK_PAIRS: usize = 1024;
+
+/// Where every pair goes. Args: `index` R I32 `[T,K]`, `probs` R f32 `[T,K]`, `offsets` W I32 `[bins+1]`,
+/// `dest` W I32 `[T*K]` (row of the pair, -1 dropped), `src` W I32 `[R]` (pair of the row, -1 none), `fault` W
+/// I32 `[1]`.
+///
+/// Bin = expert, or expert modulo `experts` (one process plays all ranks). Pairs of experts outside the bins
+/// are dropped. Without `capacity` bins follow one another without gaps and pairs keep their order; rows
+/// beyond R are dropped, offsets end at R, and `fault` is 1. With `capacity` bin b owns rows
+/// b*capacity..(b+1)*capacity and keeps its pairs of highest probability (lower pair first among equals), in
+/// the order of pairs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MoeSort {
+    pub tokens: usize,
+    pub topk: usize,
+    /// Bins.
+    pub experts: usize,
+    pub modulo: bool,
+    /// Rows of each bin.
+    pub capacity: Option<usize>,
+    /// R: rows that buffers are sized for.
+    pub rows: usize,
+}
+
+impl MoeSort {
+    fn pairs(&self) -> usize {
+        self.tokens * self.topk
+    }
+    fn blocks(&self) -> usize {
+        self.pairs().div_ceil(BLOCK_PAIRS).max(1)
+    }
+    fn check(&self) -> Result<(), DeviceError> {
+        if self.experts == 0 || self.experts > MAX_BINS {
+            return Err(DeviceError::Invalid(format!(
+                "moe_sort: {} experts, the kernel takes 1 to {MAX_BINS}; raise the expert parallelism",
+                self.experts
+            )));
+        }
+        if self.pairs() > i32::MAX as usize / 2 || self.rows > i32::MAX as usize / 2 {
+            return Err(DeviceError::Invalid(format!(
+                "moe_sort: {} token choices and {} rows, at most 2^30 are indexed; lower the micro-batch",
+                self.pairs(),
+                self.rows
+            )));
+        }
+        match self.capacity {
+            Some(capacity) if capacity.saturating_mul(self.experts) > self.rows => {
+                Err(DeviceError::Invalid(format!(
+                    "moe_sort: {} experts of capacity {capacity} need {} rows, there are {}; raise the row bound",
+                    self.experts,
+                    capacity.saturating_mul(self.experts),
+                    self.rows
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+    fn bin(&self, expert: i32) -> Option<usize> {
+        let expert = usize::try_from(expert).ok()?;
+        if self.modulo { Some(expert % self.experts) } else { Some(expert).filter(|&e| e < self.experts) }
+    }
+
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        self.check()?;
+        let (index, probs) = (args.ints(0)?, args.input(1)?);
+        let (offsets, dest) = (args.ints_out(2)?, args.ints_out(3)?);
+        let (src, fault) = (args.ints_out(4)?, args.ints_out(5)?);
+        let mut bins: Vec<Vec<usize>> = vec![Vec::new(); self.experts];
+        for (pair, &expert) in index.iter().enumerate() {
+            if let Some(b) = self.bin(expert) {
+                bins[b].push(pair);
+            }
+        }
+        dest.fill(-1);
+        src.fill(-1);
+        offsets[0] = 0;
+        let mut end = 0;
+        for (b, pairs) in bins.iter_mut().enumerate() {
+            let mut row = end;
+            match self.capacity {
+                Some(capacity) => {
+                    // Stable: the lower pair stays first among equal probabilities.
+                    pairs.sort_by(|&i, &j| probs[j].f64().total_cmp(&probs[i].f64()));
+                    pairs.truncate(capacity);
+                    pairs.sort_unstable();
+                    end += capacity;
+                }
+                None => end += pairs.len(),
+            }
+            for &pair in pairs.iter() {
+                if row < self.rows {
+                    dest[pair] = row as i32;
+                    src[row] = pair as i32;
+                }
+                row += 1;
+            }
+            offsets[b + 1] = end.min(self.rows) as i32;
+        }
+        fault[0] = (end > self.rows) as i32;
+        Ok(())
+    }
+}
+
+impl Op for MoeSort {
+    fn name(&self) -> &'static str {
+        "moe_sort"
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        let shape = [self.tokens, self.topk];
+        vec![
+            ArgSpec::read("index", DType::I32, &shape).sample(Sample::Custom),
+            ArgSpec::read("probs", DType::F32, &shape).sample(Sample::Custom),
+            ArgSpec::write("offsets", DType::I32, &[self.experts + 1]),
+            ArgSpec::write("dest", DType::I32, &[self.pairs()]),
+            ArgSpec::write("src", DType::I32, &[self.rows]),
+            ArgSpec::write("fault", DType::I32, &[1]),
+        ]
+    }
+    /// Histograms of each block; with a capacity also the pairs sorted by bin and the bins' bounds.
+    fn workspace(&self) -> usize {
+        let histograms = self.blocks() * self.experts;
+        let sorted = if self.capacity.is_some() { self.pairs() + self.experts + 1 } else { 0 };
+        (histograms + sorted) * DType::I32.size()
+    }
+    fn tolerance(&self, _arg: usize) -> f64 {
+        0.0
+    }
+    /// A token's choices are consecutive experts, hence distinct; one token in three begins at expert 0, so
+    /// that its bin is long. Experts span three times the bins with `modulo`. Probabilities repeat, so that
+    /// ties are met.
+    fn sample(&self, seed: u64) -> Option<Vec<Vec<f64>>> {
+        let experts = if self.modulo { self.experts * 3 } else { self.experts };
+        let (mut index, mut probs) = (Vec::new(), Vec::new());
+        for t in 0..self.tokens {
+            for k in 0..self.topk {
+                let draw =
+                    |at: usize| philox([t as u32, at as u32, 0, 0], [seed as u32, (seed >> 32) as u32]);
+                let token = draw(0);
+                let first = if token[0] % 3 == 0 { 0 } else { token[1] as usize % experts };
+                index.push(((first + k) % experts) as f64);
+                probs.push((draw(1 + k)[0] % 64) as f64 / 64.0);
+            }
+        }
+        Some(vec![index, probs, vec![], vec![], vec![], vec![]])
+    }
+    cpu_reference!();
+    fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError> {
+        self.check()?;
+        let defines = [("BINS", self.experts.to_string())];
+        let histogram = cuda.kernel(SOURCE, "moe_histogram", &defines, 0)?;
+        let scatter = cuda.kernel(SOURCE, "moe_scatter", &defines, 0)?;
+        let select = cuda.kernel(SOURCE, "moe_select", &defines, 0)?;
+
+        let word = DType::I32.size();
+        let blocks = self.blocks();
+        let counts = workspace;
+        let bounds = counts.offset(blocks * self.experts * word);
+        let sorted = bounds.offset((self.experts + 1) * word);
+        let (index, probs, offsets, dest, src, fault) =
+            (args[0], args[1], args[2], args[3], args[4], args[5]);
+        let (pairs, rows) = (Param::I32(self.pairs() as i32), Param::I32(self.rows as i32));
+        let modulo = Param::I32(self.modulo as i32);
+        let config = Config::linear(blocks, BLOCK_PAIRS as u32);
+
+        let histogram = cuda.launch(
+            &histogram,
+            config,
+            &[index.into(), counts.into(), src.into(), fault.into(), pairs, rows, modulo],
+        )?;
+        // With a capacity the first sort goes to the workspace, without a limit on rows.
+        let (to_offsets, to_src, limit) = match self.capacity {
+            None => (offsets, src, rows),
+            Some(_) => (bounds, sorted, pairs),
+        };
+        let scatter = cuda.launch(
+            &scatter,
+            config,
+            &[
+                index.into(),
+                counts.into(),
+                to_offsets.into(),
+                dest.into(),
+                to_src.into(),
+                fault.into(),
+                pairs,
+                limit,
+                modulo,
+            ],
+        )?;
+        let mut sequence = vec![histogram, scatter];
+        if let Some(capacity) = self.capacity {
+            sequence.push(cuda.launch(
+                &select,
+                Config::linear(self.experts, BLOCK_PAIRS as u32),
+                &[
+                    probs.into(),
+                    bounds.into(),
+                    sorted.into(),
+                    offsets.into(),
+                    dest.into(),
+                    src.into(),
+                    Param::I32(capacity as i32),
+                ],
+            )?);
+        }
+        Ok(Issue::Many(sequence))
+    }
+}

@@ -1,0 +1,146 @@
+use super::*;
+use crate::ops::Op;
+use crate::ops::testing::{check_f32_against_f64, inputs, normals, run_f64};
+
+fn sort(tokens: usize, topk: usize, experts: usize, capacity: Option<usize>, rows: usize) -> MoeSort {
+    MoeSort { tokens, topk, experts, modulo: false, capacity, rows }
+}
+
+/// (offsets, dest, src, fault) of a choice.
+fn sorted(op: &MoeSort, index: &[f64], probs: &[f64]) -> [Vec<f64>; 4] {
+    let out = run_f64(op, &[index.to_vec(), probs.to_vec(), vec![], vec![], vec![], vec![]]);
+    [out[2].clone(), out[3].clone(), out[4].clone(), out[5].clone()]
+}
+
+#[test]
+fn sort_is_stable_and_without_gaps() {
+    let index = [2.0, 0.0, 0.0, 2.0, 2.0, 1.0];
+    let [offsets, dest, src, fault] = sorted(&sort(3, 2, 4, None, 8), &index, &[0.5; 6]);
+    assert_eq!(offsets, [0.0, 2.0, 3.0, 6.0, 6.0]);
+    assert_eq!(dest, [3.0, 0.0, 1.0, 4.0, 5.0, 2.0]);
+    assert_eq!(src, [1.0, 2.0, 5.0, 0.0, 3.0, 4.0, -1.0, -1.0]);
+    assert_eq!(fault, [0.0]);
+}
+
+#[test]
+fn modulo_folds_experts_and_others_are_dropped() {
+    let index = [5.0, 2.0, 3.0, 4.0];
+    let [_, dest, ..] = sorted(&MoeSort { modulo: true, ..sort(2, 2, 3, None, 4) }, &index, &[0.5; 4]);
+    assert_eq!(dest, [2.0, 3.0, 0.0, 1.0]);
+    let [offsets, dest, ..] = sorted(&sort(2, 2, 3, None, 4), &index, &[0.5; 4]);
+    assert_eq!((offsets, dest), (vec![0.0, 0.0, 0.0, 1.0], vec![-1.0, 0.0, -1.0, -1.0]));
+}
+
+#[test]
+fn capacity_keeps_the_most_probable_in_token_order() {
+    let index = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0];
+    let probs = [0.3, 0.9, 0.3, 0.1, 0.2, 0.3];
+    let [offsets, dest, src, fault] = sorted(&sort(6, 1, 2, Some(3), 7), &index, &probs);
+    assert_eq!(offsets, [0.0, 3.0, 6.0]);
+    assert_eq!(dest, [0.0, 1.0, 2.0, -1.0, 3.0, -1.0], "ties go to the lower pair");
+    assert_eq!(src, [0.0, 1.0, 2.0, 4.0, -1.0, -1.0, -1.0]);
+    assert_eq!(fault, [0.0]);
+}
+
+#[test]
+fn overflow_is_a_fault_and_stays_inside_the_rows() {
+    let [offsets, dest, src, fault] = sorted(&sort(4, 1, 2, None, 3), &[1.0, 1.0, 0.0, 1.0], &[1.0; 4]);
+    assert_eq!(fault, [1.0]);
+    assert_eq!(offsets, [0.0, 1.0, 3.0]);
+    assert_eq!(dest, [1.0, 2.0, 0.0, -1.0]);
+    assert_eq!(src, [2.0, 0.0, 1.0]);
+}
+
+#[test]
+fn dest_and_src_are_inverse() {
+    for capacity in [None, Some(40)] {
+        let op = MoeSort { modulo: true, ..sort(301, 3, 7, capacity, 1000) };
+        let out = run_f64(&op, &inputs(&op, 5));
+        let (dest, src) = (&out[3], &out[4]);
+        let kept = dest.iter().filter(|&&r| r >= 0.0).count();
+        assert_eq!(kept, src.iter().filter(|&&p| p >= 0.0).count());
+        assert!(capacity.is_some() || kept == 903);
+        for (pair, &row) in dest.iter().enumerate().filter(|(_, r)| **r >= 0.0) {
+            assert_eq!(src[row as usize], pair as f64);
+        }
+    }
+}
+
+#[test]
+fn impossible_sorts_are_refused() {
+    assert!(sort(4, 1, 513, None, 4).cpu_f64_refuses());
+    assert!(sort(4, 1, 2, Some(3), 5).cpu_f64_refuses());
+}
+
+impl MoeSort {
+    fn cpu_f64_refuses(&self) -> bool {
+        let mut args = crate::ops::CpuArgs::new("moe_sort", Vec::new());
+        matches!(self.cpu_f64(&mut args), Err(crate::device::DeviceError::Invalid(_)))
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// Sort, gather and combine of one layer: <G x, y> = <x, G^T y>, rows and probabilities alike.
+#[test]
+fn gather_and_combine_are_transposes() {
+    let (t, k, h, r) = (37, 3, 16, 100);
+    for capacity in [None, Some(12)] {
+        let routing = sort(t, k, 7, capacity, r + 20);
+        let values = inputs(&routing, 11);
+        let [_, dest, src, _] = sorted(&routing, &values[0], &values[1]);
+        let gather = GatherRows { rows: r + 20, in_rows: t, hidden: h, div: k, probs: true };
+        let combine = CombineRows {
+            tokens: t,
+            topk: k,
+            rows: r + 20,
+            hidden: h,
+            residual: false,
+            shared: false,
+            dprobs: true,
+        };
+        let (x, y) = (normals(t * h, 1, 1.0), normals((r + 20) * h, 2, 1.0));
+        let (p, q) = (normals(t * k, 3, 1.0), normals(r + 20, 4, 1.0));
+        let forward = run_f64(&gather, &[x.clone(), src, p.clone(), vec![], vec![]]);
+        let backward = run_f64(&combine, &[y.clone(), dest, q.clone(), vec![], vec![]]);
+        assert!((dot(&forward[3], &y) - dot(&x, &backward[3])).abs() < 1e-10);
+        assert!((dot(&forward[4], &q) - dot(&p, &backward[4])).abs() < 1e-12);
+        assert!(forward[3].iter().any(|v| *v != 0.0));
+    }
+}
+
+#[test]
+fn combine_adds_residual_and_shared() {
+    let op =
+        CombineRows { tokens: 2, topk: 2, rows: 3, hidden: 8, residual: true, shared: true, dprobs: false };
+    let row = |v: f64| vec![v; 8];
+    let rows = [row(1.0), row(2.0), row(4.0)].concat();
+    let added = [row(10.0), row(20.0)].concat();
+    let shared = [row(100.0), row(200.0)].concat();
+    let out = run_f64(&op, &[rows, vec![2.0, 0.0, -1.0, 1.0], added, shared, vec![]]);
+    assert_eq!(out[4], [row(115.0), row(222.0)].concat());
+}
+
+#[test]
+fn bf16_rows_stay_within_tolerance() {
+    let combine =
+        CombineRows { tokens: 19, topk: 4, rows: 50, hidden: 24, residual: true, shared: true, dprobs: true };
+    check_f32_against_f64(&combine, &inputs(&combine, 3));
+    let gather = GatherRows { rows: 50, in_rows: 19, hidden: 24, div: 4, probs: true };
+    check_f32_against_f64(&gather, &inputs(&gather, 3));
+}
+
+#[test]
+fn chunk_map_turns_rank_order_into_expert_order() {
+    // Two ranks of two local experts; chunks (rank, l) of 1, 2, 0, 3 rows; one row is unused.
+    let op = ChunkMap { experts: 4, local: 2, rows: 7 };
+    let out = run_f64(&op, &[vec![0.0, 1.0, 3.0, 3.0, 6.0], vec![], vec![], vec![]]);
+    assert_eq!(out[1], [0.0, 1.0, 6.0]);
+    assert_eq!(out[2], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, -1.0]);
+    let out = run_f64(&op, &[vec![0.0, 1.0, 3.0, 5.0, 6.0], vec![], vec![], vec![]]);
+    assert_eq!(out[1], [0.0, 3.0, 6.0]);
+    assert_eq!(out[2], [0.0, 3.0, 4.0, 1.0, 2.0, 5.0, -1.0]);
+    assert_eq!(out[3], [0.0, 3.0, 4.0, 1.0, 2.0, 5.0, -1.0]);
+}

@@ -1,0 +1,145 @@
+use super::*;
+use crate::ops::testing::*;
+
+/// Two sequences, of each the first and the last two of 12 tokens.
+const POSITIONS: Positions = Positions { batch: 2, seq: 4, chunks: [(0, 2), (10, 2)] };
+
+fn forward(head_dim: usize, rotary_dim: usize, qk_norm: Option<f64>) -> QkvRopeFwd {
+    QkvRopeFwd {
+        positions: POSITIONS,
+        q_heads: 3,
+        kv_heads: 2,
+        head_dim,
+        rotary_dim,
+        base: 100.0,
+        qk_norm,
+        scaling: None,
+    }
+}
+
+fn backward(f: &QkvRopeFwd) -> QkvRopeBwd {
+    QkvRopeBwd {
+        positions: f.positions,
+        q_heads: f.q_heads,
+        kv_heads: f.kv_heads,
+        head_dim: f.head_dim,
+        rotary_dim: f.rotary_dim,
+        base: f.base,
+        qk_norm: f.qk_norm,
+        scaling: f.scaling,
+    }
+}
+
+#[test]
+fn backward_is_the_forwards_gradient() {
+    for (head_dim, rotary_dim, qk_norm) in [(8, 8, None), (16, 16, Some(1e-5)), (24, 8, Some(1e-6))] {
+        let fwd = forward(head_dim, rotary_dim, qk_norm);
+        let bwd = backward(&fwd);
+        assert_eq!(bwd.forward(), fwd);
+        let v = inputs(&fwd, 2);
+        check_f32_against_f64(&fwd, &v);
+        let after = run_f64(&fwd, &v);
+        let q_at = if qk_norm.is_some() { 3 } else { 1 };
+        let douts: Vec<Vec<f64>> =
+            (0..3).map(|i| to_bf16(&normals(after[q_at + i].len(), 40 + i as u32, 1.0))).collect();
+        let outs: Vec<(usize, &[f64])> =
+            douts.iter().enumerate().map(|(i, d)| (q_at + i, d.as_slice())).collect();
+        let mut b = douts.clone();
+        if qk_norm.is_some() {
+            let rstd = after[6].iter().map(|r| *r as f32 as f64).collect();
+            b.extend([v[0].clone(), v[1].clone(), v[2].clone(), rstd, vec![]]);
+        }
+        b.push(vec![]);
+        check_f32_against_f64(&bwd, &b);
+        if qk_norm.is_some() {
+            b[6] = after[6].clone();
+        }
+        let grads = run_f64(&bwd, &b);
+        let dqkv = if qk_norm.is_some() { 7 } else { 3 };
+        check_op_gradient(&fwd, &v, &outs, 0, &grads[dqkv]);
+        if qk_norm.is_some() {
+            let d = head_dim;
+            let dw: Vec<f64> =
+                (0..2 * d).map(|c| grads[8].iter().skip(c).step_by(2 * d).sum::<f64>()).collect();
+            check_op_gradient(&fwd, &v, &outs, 1, &dw[..d]);
+            check_op_gradient(&fwd, &v, &outs, 2, &dw[d..]);
+        }
+    }
+}
+
+/// The definition, written out: a complex number x + iy for each pair, times e^(i * position * frequency).
+#[test]
+fn pairs_turn_by_position_times_frequency() {
+    let fwd = forward(8, 4, None);
+    let v = inputs(&fwd, 3);
+    let after = run_f64(&fwd, &v);
+    let (row, head) = (6, 1); // position 10 of the second sequence, q head 1
+    let x = &v[0][row * 7 * 8 + head * 8..][..8];
+    let q = &after[1][row * 3 * 8 + head * 8..][..8];
+    for i in 0..2 {
+        let angle = 10.0 * 100f64.powf(-2.0 * i as f64 / 4.0);
+        let want = (x[i] * angle.cos() - x[i + 2] * angle.sin(), x[i + 2] * angle.cos() + x[i] * angle.sin());
+        assert!((q[i] - want.0).abs() < 1e-12 && (q[i + 2] - want.1).abs() < 1e-12);
+    }
+    assert_eq!(&q[4..], &x[4..]);
+    // v is copied: head 5 and 6 of the row.
+    assert_eq!(&after[3][row * 16..][..16], &v[0][row * 56 + 40..][..16]);
+}
+
+#[test]
+fn f32_agrees_far_into_the_sequence() {
+    let mut fwd = forward(64, 64, None);
+    fwd.base = 500_000.0;
+    fwd.positions = Positions { batch: 1, seq: 3, chunks: [(8189, 3), (0, 0)] };
+    check_f32_against_f64(&fwd, &inputs(&fwd, 3));
+}
+
+/// Llama 3.1: base 500000, factor 8, low 1, high 4, original context 8192, head 128.
+#[test]
+fn llama3_scaling_keeps_short_waves_and_slows_long_ones() {
+    let mut fwd = forward(128, 128, None);
+    fwd.base = 500_000.0;
+    let plain = fwd.inverse_frequencies();
+    fwd.scaling = Some(RopeScaling {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position: 8192.0,
+    });
+    let scaled = fwd.inverse_frequencies();
+    let mut kinds = [0; 3];
+    for (p, s) in plain.iter().zip(&scaled) {
+        let wavelength = std::f64::consts::TAU / p;
+        if wavelength < 8192.0 / 4.0 {
+            assert_eq!(s, p);
+            kinds[0] += 1;
+        } else if wavelength > 8192.0 {
+            assert_eq!(*s, p / 8.0);
+            kinds[1] += 1;
+        } else {
+            let smooth = (8192.0 / wavelength - 1.0) / 3.0;
+            assert!((s - ((1.0 - smooth) * p / 8.0 + smooth * p)).abs() < 1e-15);
+            kinds[2] += 1;
+        }
+    }
+    assert!(kinds.iter().all(|n| *n > 0), "{kinds:?}");
+}
+
+#[test]
+fn heads_are_cut_so_that_a_group_of_lanes_holds_them() {
+    for (head_dim, rotary_dim, want) in [
+        (128, 128, Some((8, 8))),
+        (64, 64, Some((8, 4))),
+        (96, 96, Some((8, 8))),
+        (256, 64, Some((8, 16))),
+        (24, 8, Some((4, 4))),
+        (8, 8, Some((4, 1))),
+        (512, 512, Some((8, 32))),
+        (520, 520, None),
+        (12, 8, None),
+        (64, 68, None),
+    ] {
+        let got = forward(head_dim, rotary_dim, None).cut("qkv_rope_fwd").ok().map(|c| (c.vector, c.group));
+        assert_eq!(got, want, "head_dim {head_dim}, rotary_dim {rotary_dim}");
+    }
+}
