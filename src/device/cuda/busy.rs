@@ -43,7 +43,7 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, max_recor
 }
 
 unsafe extern "C" fn completed(
-    _context: sys::CUcontext,
+    _context: cudarc::driver::sys::CUcontext,
     _stream: u32,
     buffer: *mut u8,
     _size: usize,
