@@ -4,6 +4,9 @@
 //! The libraries are found by LD_LIBRARY_PATH, which is read when a process starts, and the answers of the driver are
 //! kept for a process: so each scenario is an ignored test that the parent runs in a process of its own.
 
+// A test says what went wrong by failing.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 use mbperf::capture::{ArmPlan, RunPlan, Segment};
 use mbperf::device::cuda::executor::{CudaExecutor, CudaOptions, launch_cost};
 use mbperf::device::cuda::libraries::{self, Availability};

@@ -25,5 +25,6 @@ int cublasLtMatmul(void *h, void *o, const float *alpha, const void *A, void *a,
     if (!kernel) cuModuleGetFunction(&kernel, "extern __global__ void fake_gemm(int a)", "fake_gemm");
     int x = 0;
     void *p[1] = { &x };
-    return *alpha == 1.0f && (*beta == 0.0f || *beta == 1.0f) ? cuLaunchKernel(kernel, 1 + (unsigned)algo[0], 1, 1, 128, 1, 1, 0, stream, p, 0) : 7;
+    if (*alpha != 1.0f || (*beta != 0.0f && *beta != 1.0f)) return 7;
+    return cuLaunchKernel(kernel, 1 + (unsigned)algo[0], 1, 1, 128, 1, 1, 0, stream, p, 0) ? 13 : 0;
 }

@@ -122,6 +122,7 @@ R cuModuleGetFunction(Function **f, char *module, const char *name) {
 R cuFuncGetParamInfo(Function *f, size_t i, size_t *o, size_t *n) { if ((int)i >= f->count) return 1; *n = f->size[i]; *o = 8 * i; return 0; }
 R cuFuncGetName(const char **s, Function *f) { *s = f->name; return 0; }
 R cuKernelGetName(const char **s, Function *f) { *s = f->name; return 0; }
+R cuFuncLoad(Function *f) { return 0; }
 R cuFuncSetAttribute(Function *f, int a, int v) { return v > 227 * 1024; }
 R cuLaunchKernel(Function *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned sh, Stream *s, void **p, void **e) {
     if (fail("cuLaunchKernel")) return 719;

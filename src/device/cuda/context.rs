@@ -240,13 +240,20 @@ impl DeviceMemory {
     }
 }
 
-/// Copies `data` to the device and waits. The caller vouches for the room at `dst`.
+/// Copies `data` to the device, after all work given so far and before any later. The caller vouches for the room
+/// at `dst`.
 pub(super) fn copy_to_device(dst: DevPtr, data: &[u8]) -> Result<(), DeviceError> {
     if data.is_empty() {
         return Ok(());
     }
-    // SAFETY: `data` is readable for its length; callers checked the destination's size.
-    check("cuMemcpyHtoD_v2", unsafe { sys::cuMemcpyHtoD_v2(dst.0, data.as_ptr().cast(), data.len()) })
+    // The copy runs on the default stream, which our streams do not wait for, and may return before the last
+    // bytes have arrived: hence a wait on both sides.
+    // SAFETY: a context is current; `data` is readable for its length; callers checked the destination's size.
+    unsafe {
+        check("cuCtxSynchronize", sys::cuCtxSynchronize())?;
+        check("cuMemcpyHtoD_v2", sys::cuMemcpyHtoD_v2(dst.0, data.as_ptr().cast(), data.len()))?;
+        check("cuCtxSynchronize", sys::cuCtxSynchronize())
+    }
 }
 
 /// Copies from the device and waits. The caller vouches for the bytes at `src`.

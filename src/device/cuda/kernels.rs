@@ -259,6 +259,9 @@ impl Module {
         check("cuModuleGetFunction", unsafe {
             sys::cuModuleGetFunction(&mut function, self.raw, name.as_ptr())
         })?;
+        // Now, not at the first launch, which may lie in a capture.
+        // SAFETY: the function was found just now.
+        check("cuFuncLoad", unsafe { sys::cuFuncLoad(function) })?;
         Ok(function)
     }
 }

@@ -141,6 +141,7 @@ impl Memory {
                     return refuse("its first words do not fit");
                 }
                 let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+                stream.fill(at, POISON, buffer.bytes())?;
                 copy_to_device(at, &bytes)
             }
             Init::CopyOf { source, offset } => {

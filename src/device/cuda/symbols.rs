@@ -20,6 +20,7 @@ pub const DRIVER: &[&str] = &[
     "cuEventSynchronize",
     "cuFuncGetName",
     "cuFuncGetParamInfo",
+    "cuFuncLoad",
     "cuFuncSetAttribute",
     "cuGraphDestroy",
     "cuGraphExecDestroy",
