@@ -17,4 +17,5 @@ pub mod workloads;
 pub mod dryrun;
 pub mod dump;
 pub mod layout;
+#[cfg(any())]
 pub mod selftest;

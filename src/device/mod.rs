@@ -2,6 +2,7 @@
 
 pub mod cpu;
 pub mod cuda;
+pub mod digest;
 pub mod fake;
 
 use serde::Serialize;

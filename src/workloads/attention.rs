@@ -57,7 +57,7 @@ impl Stack<'_> {
             rotary_dim: (m.kv_channels as f64 * m.rotary_percent) as usize,
             base: m.rotary_base,
             qk_norm: m.qk_layernorm.then_some(m.layernorm_epsilon),
-            scaling: m.rope_scaling.clone(),
+            scaling: m.rope_scaling,
         }
     }
 

@@ -110,7 +110,7 @@ impl Weights {
             for s in mine {
                 let shape = [s.rows, s.cols];
                 let value = b.view(&s.name, values, at, &shape, s.init.clone(), s.shard.clone());
-                let grad = b.view(&format!("{}.grad", s.name), grads, at, &shape, zero.clone(), Shard::default());
+                let grad = b.view(&format!("{}.grad", s.name), grads, at, &shape, Init::Inherit, Shard::default());
                 out.by_name.insert(s.name.clone(), Weight { value, grad });
                 at += padded(s);
             }
