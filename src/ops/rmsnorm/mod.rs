@@ -397,6 +397,17 @@ mod tests {
     }
 
     #[test]
+    fn column_ranges_are_checked_when_prepared() {
+        let mut cuda = crate::device::cuda::prep::OfflinePrep::new("sm_90a").unwrap();
+        for (first, cols, legal) in
+            [(0, 16, true), (8, 8, true), (2, 8, false), (8, 12, false), (0, 6, false)]
+        {
+            let op = ColumnSum { rows: 3, width: 16, first, cols, out: DType::Bf16, accumulate: true };
+            assert_eq!(cuda.prepare(&op).is_ok(), legal, "{op:?}: {:?}", cuda.prepare(&op));
+        }
+    }
+
+    #[test]
     fn blocks_cover_every_row_length() {
         for hidden in (8..=MAX_HIDDEN).step_by(8) {
             for (threads, vectors) in [fwd_block(hidden), bwd_block(hidden)] {
