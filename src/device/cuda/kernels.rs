@@ -1,27 +1,539 @@
 //! Kernels: compiled by NVRTC, cached, looked up once, launched with checked parameters.
+
+use super::context::check;
+use super::disk::{self, DiskCache};
+use super::nvrtc::{self, Usage};
 use super::prep::{Config, KernelSource, Param};
+use super::signature::{self, Declared};
+use super::work::Work;
 use crate::device::DeviceError;
+use cudarc::driver::sys;
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::sync::Arc;
 
-#[derive(Debug)]
-pub struct KernelCache;
-#[derive(Debug, Clone)]
-pub struct Kernel;
-#[derive(Debug)]
-pub struct KernelLaunch;
+/// Stands before every source; see the file.
+const PRELUDE: &str = include_str!("prelude.cuh");
 
-impl KernelCache {
-    pub fn get(
-        &mut self,
-        _source: KernelSource,
-        _entry: &str,
-        _defines: &[(&str, String)],
-        _shared_bytes: u32,
-    ) -> Result<Kernel, DeviceError> {
-        Err(DeviceError::internal("not built"))
+/// Dynamic shared memory that a kernel may use without asking (CUDA programming guide, all architectures).
+const FREE_SHARED_BYTES: u32 = 48 * 1024;
+
+/// Most parameters of one kernel: the pointer array of a launch lies on the stack.
+const MAX_PARAMS: usize = 48;
+
+/// Largest second and third dimension of a grid, and most threads of a block (programming guide, compute
+/// capabilities table).
+const MAX_GRID_YZ: u32 = 65_535;
+const MAX_BLOCK_THREADS: u32 = 1024;
+
+/// What becomes of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// Compiled and loaded on the current device.
+    Online,
+    /// Compiled if NVRTC is there, signatures checked, never launched.
+    Offline,
+    /// Only noted, so that all can be compiled at once; signatures checked.
+    Collect,
+}
+
+/// Source, text and defines of one compilation.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    name: &'static str,
+    /// Address of the text: two sources of one name stay apart.
+    text: usize,
+    defines: String,
+}
+
+impl Key {
+    fn of(source: KernelSource, defines: &[(&str, String)]) -> Self {
+        let defines = defines.iter().map(|(k, v)| format!("-D{k}={v}\n")).collect();
+        Self { name: source.name, text: source.text.as_ptr() as usize, defines }
+    }
+    fn title(&self) -> String {
+        format!("{} {}", self.name, self.defines.trim_end().replace('\n', " "))
     }
 }
+
+/// All kernels of one run.
+#[derive(Debug)]
+pub struct KernelCache {
+    mode: Mode,
+    arch: String,
+    nvrtc: Option<(i32, i32)>,
+    disk: Option<DiskCache>,
+    /// Requests in order of their first mention.
+    wanted: Vec<(KernelSource, Key)>,
+    cubins: HashMap<Key, Arc<Vec<u8>>>,
+    modules: HashMap<Key, Arc<Module>>,
+    kernels: HashMap<(Key, String), Kernel>,
+    usage: Vec<(String, Usage)>,
+}
+
+impl KernelCache {
+    /// For the current device. `folder`: where cubins are kept between runs, `None` keeps none.
+    /// Errors: [`DeviceError::Unavailable`] without NVRTC.
+    pub fn online(arch: &str, folder: Option<PathBuf>) -> Result<Self, DeviceError> {
+        let version = nvrtc::version()?;
+        Ok(Self { nvrtc: Some(version), disk: folder.map(DiskCache::new), ..Self::new(Mode::Online, arch) })
+    }
+
+    /// For no device: compiles for `arch` where NVRTC is found.
+    pub fn offline(arch: &str) -> Self {
+        Self { nvrtc: nvrtc::version().ok(), ..Self::new(Mode::Offline, arch) }
+    }
+
+    /// Notes what would be compiled, for [`KernelCache::warm`].
+    pub fn collecting(arch: &str) -> Self {
+        Self::new(Mode::Collect, arch)
+    }
+
+    fn new(mode: Mode, arch: &str) -> Self {
+        Self {
+            mode,
+            arch: arch.to_owned(),
+            nvrtc: None,
+            disk: None,
+            wanted: Vec::new(),
+            cubins: HashMap::new(),
+            modules: HashMap::new(),
+            kernels: HashMap::new(),
+            usage: Vec::new(),
+        }
+    }
+
+    /// Whether kernels were compiled, not only checked.
+    pub fn compiles(&self) -> bool {
+        self.nvrtc.is_some()
+    }
+
+    /// Registers, spills and shared memory of every kernel compiled (not of those read from the disk cache),
+    /// each with its source and defines.
+    pub fn usage(&self) -> &[(String, Usage)] {
+        &self.usage
+    }
+
+    /// Compiles everything that `collected` noted, on all cores.
+    pub fn warm(&mut self, collected: &KernelCache) -> Result<(), DeviceError> {
+        let missing: Vec<&(KernelSource, Key)> =
+            collected.wanted.iter().filter(|(_, key)| !self.cubins.contains_key(key)).collect();
+        let built: Vec<(Key, Built)> = missing
+            .par_iter()
+            .map(|(source, key)| Ok((key.clone(), self.build(*source, key)?)))
+            .collect::<Result<_, DeviceError>>()?;
+        for (key, built) in built {
+            self.keep(key, built);
+        }
+        Ok(())
+    }
+
+    /// The kernel `entry` of `source` compiled with `defines`. `shared_bytes`: the most dynamic shared memory
+    /// that its launches will ask for.
+    pub fn get(
+        &mut self,
+        source: KernelSource,
+        entry: &str,
+        defines: &[(&str, String)],
+        shared_bytes: u32,
+    ) -> Result<Kernel, DeviceError> {
+        let key = Key::of(source, defines);
+        let id = (key.clone(), entry.to_owned());
+        if let Some(kernel) = self.kernels.get(&id).filter(|k| k.0.shared_bytes >= shared_bytes) {
+            return Ok(kernel.clone());
+        }
+        let declared = signature::find(source.text, entry).ok_or_else(|| {
+            DeviceError::internal(format!(
+                "{} declares no `extern \"C\" __global__` kernel `{entry}`",
+                source.name
+            ))
+        })?;
+        if !self.wanted.iter().any(|(_, k)| *k == key) {
+            self.wanted.push((source, key.clone()));
+        }
+        if self.compiles() && !self.cubins.contains_key(&key) {
+            let built = self.build(source, &key)?;
+            self.keep(key.clone(), built);
+        }
+        let mut inner = KernelInner {
+            name: entry.into(),
+            source: key.title(),
+            declared,
+            sizes: None,
+            shared_bytes: shared_bytes.max(FREE_SHARED_BYTES),
+            function: std::ptr::null_mut(),
+            _module: None,
+        };
+        if self.mode == Mode::Online {
+            let module = self.module(&key)?;
+            inner.function = module.function(entry)?;
+            inner.sizes = Some(parameter_sizes(inner.function)?);
+            inner._module = Some(module);
+            if shared_bytes > FREE_SHARED_BYTES {
+                allow_shared(inner.function, shared_bytes, &inner)?;
+            }
+        }
+        let kernel = Kernel(Arc::new(inner));
+        self.kernels.insert(id, kernel.clone());
+        Ok(kernel)
+    }
+
+    fn module(&mut self, key: &Key) -> Result<Arc<Module>, DeviceError> {
+        if let Some(module) = self.modules.get(key) {
+            return Ok(module.clone());
+        }
+        let cubin = self.cubins.get(key).cloned();
+        let cubin = cubin.ok_or_else(|| DeviceError::internal(format!("no cubin of {}", key.title())))?;
+        let module = Arc::new(Module::load(&cubin, &key.title())?);
+        self.modules.insert(key.clone(), module.clone());
+        Ok(module)
+    }
+
+    /// Compiles one source, or reads it from the disk. Takes `&self`: runs on several threads.
+    fn build(&self, source: KernelSource, key: &Key) -> Result<Built, DeviceError> {
+        let mut options: Vec<String> =
+            ["--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v"].map(String::from).into();
+        options.push(format!("--gpu-architecture={}", self.arch));
+        options.extend(key.defines.lines().map(String::from));
+        let text = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text);
+        let version = format!("{:?}", self.nvrtc);
+        let file = format!("{}.cubin", disk::key(&[&text, &options.join("\n"), &version]));
+        if let Some(cubin) = self.disk.as_ref().and_then(|d| d.get(&file)) {
+            return Ok(Built { cubin, usage: Vec::new() });
+        }
+        let compiled = nvrtc::compile(source.name, &text, &options).map_err(|e| {
+            if e.to_string().contains("gpu-architecture") {
+                let (major, minor) = self.nvrtc.unwrap_or_default();
+                return DeviceError::Unavailable(format!(
+                    "NVRTC {major}.{minor} cannot compile for {}: install a newer one, or name its folder with --cuda_path",
+                    self.arch
+                ));
+            }
+            e
+        })?;
+        if let Some(disk) = &self.disk {
+            // A cache that cannot be written costs the next run some seconds, not this one its result.
+            let _ = disk.put(&file, &compiled.cubin);
+        }
+        Ok(Built { cubin: compiled.cubin, usage: nvrtc::usage(&compiled.log) })
+    }
+
+    fn keep(&mut self, key: Key, built: Built) {
+        self.usage.extend(built.usage.into_iter().map(|u| (key.title(), u)));
+        self.cubins.insert(key, Arc::new(built.cubin));
+    }
+}
+
+struct Built {
+    cubin: Vec<u8>,
+    usage: Vec<Usage>,
+}
+
+/// A cubin loaded into the current context.
+#[derive(Debug)]
+struct Module {
+    raw: sys::CUmodule,
+}
+
+// SAFETY: a module handle is a plain identifier; the driver allows its use from every thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    fn load(cubin: &[u8], title: &str) -> Result<Self, DeviceError> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `cubin` is a whole image from NVRTC; the driver copies it.
+        let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
+        if code == sys::CUresult::CUDA_SUCCESS {
+            return Ok(Self { raw });
+        }
+        Err(DeviceError::Driver {
+            call: "cuModuleLoadData",
+            code: format!("{code:?}"),
+            phase: crate::device::Phase::Prepare,
+            at: format!(" ({title}); if the driver is older than NVRTC, update it"),
+        })
+    }
+
+    fn function(&self, entry: &str) -> Result<sys::CUfunction, DeviceError> {
+        let name =
+            CString::new(entry).map_err(|_| DeviceError::internal("a zero byte in a kernel's name"))?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is loaded and the name zero-terminated.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&mut function, self.raw, name.as_ptr())
+        })?;
+        Ok(function)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded once, unloaded once; kernels hold an Arc of it.
+        unsafe { sys::cuModuleUnload(self.raw) };
+    }
+}
+
+fn parameter_sizes(function: sys::CUfunction) -> Result<Vec<usize>, DeviceError> {
+    let mut sizes = Vec::new();
+    for index in 0..=MAX_PARAMS {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function is loaded; writes the two integers.
+        match unsafe { sys::cuFuncGetParamInfo(function, index, &mut offset, &mut size) } {
+            sys::CUresult::CUDA_SUCCESS => sizes.push(size),
+            // Past the last one.
+            sys::CUresult::CUDA_ERROR_INVALID_VALUE => break,
+            other => check("cuFuncGetParamInfo", other)?,
+        }
+    }
+    Ok(sizes)
+}
+
+fn allow_shared(function: sys::CUfunction, bytes: u32, kernel: &KernelInner) -> Result<(), DeviceError> {
+    let which = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: the function is loaded.
+    let code = unsafe { sys::cuFuncSetAttribute(function, which, bytes as i32) };
+    check("cuFuncSetAttribute", code).map_err(|_| {
+        DeviceError::internal(format!(
+            "kernel `{}` of {} wants {bytes} bytes of shared memory, more than this GPU gives a block",
+            kernel.name, kernel.source
+        ))
+    })
+}
+
+#[derive(Debug)]
+struct KernelInner {
+    name: Arc<str>,
+    source: String,
+    /// Parameter lists as declared; one of them must fit.
+    declared: Vec<Vec<Declared>>,
+    /// Parameter sizes of the loaded function.
+    sizes: Option<Vec<usize>>,
+    /// Most dynamic shared memory a launch may ask for.
+    shared_bytes: u32,
+    /// Null without a device.
+    function: sys::CUfunction,
+    /// Keeps the code loaded.
+    _module: Option<Arc<Module>>,
+}
+
+// SAFETY: a function handle is a plain identifier that the driver allows on every thread.
+unsafe impl Send for KernelInner {}
+// SAFETY: as above.
+unsafe impl Sync for KernelInner {}
+
+/// A kernel that was found; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Kernel(Arc<KernelInner>);
+
 impl Kernel {
-    pub fn bind(&self, _config: Config, _params: &[Param]) -> Result<KernelLaunch, DeviceError> {
-        Err(DeviceError::internal("not built"))
+    /// A launch with everything fixed. Errors: [`DeviceError::Internal`] naming the parameter that does not fit,
+    /// or a configuration that no GPU takes.
+    pub fn bind(&self, config: Config, params: &[Param]) -> Result<KernelLaunch, DeviceError> {
+        let wrong = |what: String| {
+            Err(DeviceError::internal(format!("kernel `{}` of {}: {what}", self.0.name, self.0.source)))
+        };
+        let threads = config.block.iter().map(|d| *d as u64).product::<u64>();
+        let grid_ok = config.grid.iter().all(|d| *d > 0)
+            && config.grid[0] <= i32::MAX as u32
+            && config.grid[1..].iter().all(|d| *d <= MAX_GRID_YZ);
+        if !grid_ok || threads == 0 || threads > MAX_BLOCK_THREADS as u64 || config.block[2] > 64 {
+            return wrong(format!("grid {:?} with block {:?} is no legal launch", config.grid, config.block));
+        }
+        if config.shared_bytes > self.0.shared_bytes {
+            return wrong(format!(
+                "a launch asks for {} bytes of shared memory, {} were declared",
+                config.shared_bytes, self.0.shared_bytes
+            ));
+        }
+        if params.len() > MAX_PARAMS {
+            return wrong(format!("{} parameters, at most {MAX_PARAMS} can be passed", params.len()));
+        }
+        let mut complaint = String::new();
+        let fits = self.0.declared.iter().any(|d| match signature::check(d, params) {
+            Ok(()) => true,
+            Err(e) => {
+                complaint = e;
+                false
+            }
+        });
+        if !fits {
+            return wrong(complaint);
+        }
+        if let Some(sizes) = &self.0.sizes {
+            let given: Vec<usize> = params.iter().filter_map(|p| signature::Kind::of(p).size()).collect();
+            if *sizes != given {
+                return wrong(format!("takes parameters of {sizes:?} bytes, {given:?} were passed"));
+            }
+        }
+        let values = params.iter().map(|p| value(*p)).collect();
+        Ok(KernelLaunch { kernel: self.clone(), config, values })
+    }
+}
+
+/// The bits of a parameter in the low bytes of a slot (CUDA hosts are little-endian).
+fn value(param: Param) -> u64 {
+    match param {
+        Param::Ptr(p) => p.0,
+        Param::I32(v) => v as u32 as u64,
+        Param::U32(v) => v as u64,
+        Param::I64(v) => v as u64,
+        Param::U64(v) => v,
+        Param::F32(v) => v.to_bits() as u64,
+    }
+}
+
+/// A kernel with its configuration and arguments: one driver call puts it on a stream.
+#[derive(Debug)]
+pub struct KernelLaunch {
+    kernel: Kernel,
+    config: Config,
+    /// One slot a parameter.
+    values: Box<[u64]>,
+}
+
+impl KernelLaunch {
+    /// Launches on `stream`. Allocates nothing.
+    pub(super) fn issue(&self, stream: sys::CUstream) -> Result<(), DeviceError> {
+        let function = self.kernel.0.function;
+        if function.is_null() {
+            return Err(DeviceError::internal("a kernel that was prepared without a device was launched"));
+        }
+        let mut pointers = [std::ptr::null_mut(); MAX_PARAMS];
+        for (pointer, value) in pointers.iter_mut().zip(&self.values) {
+            *pointer = std::ptr::from_ref(value).cast_mut().cast();
+        }
+        let Config { grid, block, shared_bytes } = self.config;
+        // SAFETY: the function is loaded (its module is held); there is a slot for every parameter, of at least
+        // its size (checked in `bind`); the driver reads the values before it returns.
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                function,
+                grid[0],
+                grid[1],
+                grid[2],
+                block[0],
+                block[1],
+                block[2],
+                shared_bytes,
+                stream,
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+
+    /// What a graph node of this launch looks like.
+    pub(super) fn work(&self) -> Work {
+        let Config { grid, block, shared_bytes } = self.config;
+        Work::Kernel { name: self.kernel.0.name.clone(), grid, block, shared_bytes }
+    }
+
+    /// Function handle, configuration and values, to launch the same by hand (cost check of `selftest`).
+    pub(super) fn parts(&self) -> (sys::CUfunction, Config, &[u64]) {
+        (self.kernel.0.function, self.config, &self.values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::prep::DevPtr;
+
+    const SOURCE: KernelSource = KernelSource {
+        name: "test/kernel.cu",
+        text: "extern \"C\" __global__ void scale(bf16* x, int n, float by) {\n\
+               int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] = to_bf16(to_f32(x[i]) * by * TIMES); }",
+    };
+
+    fn defines() -> [(&'static str, String); 1] {
+        [("TIMES", "2".to_owned())]
+    }
+
+    #[test]
+    fn arguments_are_checked_against_the_source() {
+        let mut cache = KernelCache::offline("sm_90a");
+        let kernel = cache.get(SOURCE, "scale", &defines(), 0).unwrap();
+        let config = Config::linear(4, 256);
+        let good = [Param::Ptr(DevPtr(64)), Param::I32(3), Param::F32(1.0)];
+        kernel.bind(config, &good).unwrap();
+        let e = kernel.bind(config, &[good[0], good[2], good[1]]).unwrap_err().to_string();
+        assert!(e.contains("`scale`") && e.contains("`n` is int"), "{e}");
+        let e = kernel.bind(Config { block: [2048, 1, 1], ..config }, &good).unwrap_err().to_string();
+        assert!(e.contains("no legal launch"), "{e}");
+        let e = kernel.bind(Config { shared_bytes: 50_000, ..config }, &good).unwrap_err().to_string();
+        assert!(e.contains("50000 bytes"), "{e}");
+        let e = cache.get(SOURCE, "missing", &[], 0).unwrap_err().to_string();
+        assert!(e.contains("`missing`"), "{e}");
+    }
+
+    #[test]
+    fn a_launch_without_a_device_is_refused() {
+        let kernel = KernelCache::collecting("sm_90a").get(SOURCE, "scale", &defines(), 0).unwrap();
+        let launch = kernel
+            .bind(Config::linear(1, 32), &[Param::Ptr(DevPtr(64)), Param::I32(3), Param::F32(1.0)])
+            .unwrap();
+        assert!(launch.issue(std::ptr::null_mut()).is_err());
+    }
+
+    #[test]
+    fn each_source_with_its_defines_is_wanted_once() {
+        let mut cache = KernelCache::collecting("sm_90a");
+        for times in ["2", "3", "2"] {
+            cache.get(SOURCE, "scale", &[("TIMES", times.to_owned())], 0).unwrap();
+        }
+        assert_eq!(cache.wanted.len(), 2);
+    }
+
+    /// Runs where NVRTC is; elsewhere it checks that the error is the one that says so.
+    #[test]
+    fn sources_are_compiled_and_kept_on_disk() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut wanted = KernelCache::collecting("sm_90a");
+        wanted.get(SOURCE, "scale", &defines(), 0).unwrap();
+        let open = || KernelCache::online("sm_90a", Some(folder.path().to_path_buf()));
+        let mut cache = match open() {
+            Ok(cache) => cache,
+            Err(e) => {
+                assert!(matches!(e, DeviceError::Unavailable(_)), "{e}");
+                eprintln!("skipped: {e}");
+                return;
+            }
+        };
+        cache.warm(&wanted).unwrap();
+        assert_eq!(cache.usage()[0].1.kernel, "scale");
+        let cubin = cache.cubins.values().next().unwrap().clone();
+        // A second cache reads the file; after damage it compiles again.
+        let mut second = open().unwrap();
+        second.warm(&wanted).unwrap();
+        assert!(second.usage().is_empty(), "compiled although the file was there");
+        assert_eq!(second.cubins.values().next().unwrap(), &cubin);
+        let file = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+        std::fs::write(&file, "damaged").unwrap();
+        let mut third = open().unwrap();
+        third.warm(&wanted).unwrap();
+        assert_eq!(third.usage().len(), 1);
+        assert_eq!(third.cubins.values().next().unwrap(), &cubin);
+    }
+
+    #[test]
+    fn a_compile_error_carries_the_log() {
+        let bad = KernelSource {
+            name: "test/bad.cu",
+            text: "extern \"C\" __global__ void bad(int n) { undeclared = n; }",
+        };
+        let mut cache = KernelCache::offline("sm_90a");
+        if !cache.compiles() {
+            eprintln!("skipped: no NVRTC");
+            return;
+        }
+        let e = cache.get(bad, "bad", &[], 0).unwrap_err().to_string();
+        assert!(e.contains("test/bad.cu(1)") && e.contains("undeclared"), "{e}");
+        let mut future = KernelCache::offline("sm_999");
+        let e = future.get(SOURCE, "scale", &defines(), 0).unwrap_err();
+        assert!(matches!(e, DeviceError::Unavailable(_)), "{e}");
     }
 }

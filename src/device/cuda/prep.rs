@@ -158,3 +158,89 @@ impl CudaPrep<'_> {
         self.matmuls.plan(spec, a, b, c, d, workspace).map(Issue::Matmul)
     }
 }
+
+/// Preparation without a device: `mbperf` and its tests use it to compile and check every kernel.
+pub struct OfflinePrep {
+    kernels: KernelCache,
+    matmuls: super::matmul::Matmuls,
+    sm_count: usize,
+    cc: u32,
+}
+
+/// Streaming multiprocessors that offline preparation assumes: an H200's.
+const OFFLINE_SM_COUNT: usize = 132;
+
+impl OfflinePrep {
+    /// For an architecture as NVRTC names it, e.g. `sm_90a`. Compiles where NVRTC is found ([`Self::compiles`]),
+    /// checks signatures in any case.
+    pub fn new(arch: &str) -> Result<Self, DeviceError> {
+        let digits = arch.strip_prefix("sm_").map(|a| a.trim_end_matches(|c: char| !c.is_ascii_digit()));
+        let cc = digits.and_then(|d| d.parse().ok()).ok_or_else(|| {
+            DeviceError::Unavailable(format!(
+                "{arch:?} is no architecture; write e.g. sm_80, sm_90a or sm_100a"
+            ))
+        })?;
+        Ok(Self {
+            kernels: KernelCache::offline(arch),
+            matmuls: super::matmul::Matmuls::offline(),
+            sm_count: OFFLINE_SM_COUNT,
+            cc,
+        })
+    }
+
+    /// As [`Self::new`], but kernels are only noted: for [`KernelCache::warm`] of an online cache.
+    pub(super) fn collecting(arch: &str, cc: u32, sm_count: usize) -> Self {
+        Self {
+            kernels: KernelCache::collecting(arch),
+            matmuls: super::matmul::Matmuls::offline(),
+            sm_count,
+            cc,
+        }
+    }
+
+    /// Whether NVRTC was found.
+    pub fn compiles(&self) -> bool {
+        self.kernels.compiles()
+    }
+
+    /// What ops prepare with.
+    pub fn prep(&mut self) -> CudaPrep<'_> {
+        CudaPrep {
+            kernels: &mut self.kernels,
+            matmuls: &mut self.matmuls,
+            sm_count: self.sm_count,
+            cc: self.cc,
+        }
+    }
+
+    /// Registers, spills and shared memory of what was compiled so far, with source and defines.
+    pub fn usage(&self) -> &[(String, super::nvrtc::Usage)] {
+        self.kernels.usage()
+    }
+
+    pub(super) fn kernels(&self) -> &KernelCache {
+        &self.kernels
+    }
+
+    /// Prepares `op` on made-up addresses.
+    pub fn prepare(&mut self, op: &dyn crate::ops::Op) -> Result<(), DeviceError> {
+        // Distinct, aligned, never touched.
+        let args: Vec<DevPtr> = (1..=op.args().len() as u64).map(|i| DevPtr(i << 40)).collect();
+        op.prepare(&mut self.prep(), &args, DevPtr(1 << 50)).map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures_are_read() {
+        for (arch, cc) in [("sm_80", 80), ("sm_90a", 90), ("sm_100a", 100)] {
+            assert_eq!(OfflinePrep::new(arch).unwrap().prep().cc, cc);
+        }
+        for bad in ["", "sm_", "90", "sm_x"] {
+            assert!(OfflinePrep::new(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,492 @@
+//! Finding the CUDA libraries: names and folders tried, opening by absolute path, versions.
+//!
+//! cudarc opens libraries by bare name and panics when one is missing, so every library passes [`ensure`]
+//! before its first call. A library in a folder that the loader does not know (a Python environment, a
+//! toolkit without `ldconfig`) is opened here first by its absolute path; the loader then finds it by its
+//! SONAME when cudarc asks.
+
+use crate::device::DeviceError;
+use libloading::os::unix::{Library as Dl, RTLD_GLOBAL, RTLD_NOW};
+use std::env;
+use std::ffi::{c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock};
+
+/// Oldest driver that has every call this program makes (`cuEventElapsedTime_v2` came with CUDA 12.8), as
+/// `cuDriverGetVersion` counts: 1000 * major + 10 * minor.
+pub const OLDEST_DRIVER: c_int = 12_080;
+
+/// Variable that names a folder to look in first; the same as `--cuda_path`.
+pub const PATH_VARIABLE: &str = "MBPERF_CUDA_PATH";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Library {
+    Driver,
+    Nvrtc,
+    CublasLt,
+    Cudnn,
+    Nccl,
+    Cupti,
+    Nvml,
+}
+
+impl Library {
+    pub const ALL: [Library; 7] = [
+        Library::Driver,
+        Library::Nvrtc,
+        Library::CublasLt,
+        Library::Cudnn,
+        Library::Nccl,
+        Library::Cupti,
+        Library::Nvml,
+    ];
+
+    /// What people call it.
+    pub fn title(self) -> &'static str {
+        match self {
+            Library::Driver => "CUDA driver",
+            Library::Nvrtc => "NVRTC",
+            Library::CublasLt => "cuBLASLt",
+            Library::Cudnn => "cuDNN",
+            Library::Nccl => "NCCL",
+            Library::Cupti => "CUPTI",
+            Library::Nvml => "NVML",
+        }
+    }
+
+    /// What does not work without it.
+    pub fn needed_by(self) -> &'static str {
+        match self {
+            Library::Driver => "every run on a GPU",
+            Library::Nvrtc => "every run on a GPU (compiles the kernels)",
+            Library::CublasLt => "every run on a GPU (matrix products)",
+            Library::Cudnn => "nothing yet (a second attention backend)",
+            Library::Nccl => "runs on several GPUs",
+            Library::Cupti => "the column device_busy_ms",
+            Library::Nvml => "clock, power and throttle columns",
+        }
+    }
+
+    /// File names tried, newest first. The SONAMEs are those of CUDA 13 and 12.
+    pub fn names(self) -> &'static [&'static str] {
+        match self {
+            Library::Driver => &["libcuda.so.1", "libcuda.so"],
+            Library::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+            Library::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
+            Library::Cudnn => &["libcudnn.so.9", "libcudnn.so"],
+            Library::Nccl => &["libnccl.so.2", "libnccl.so"],
+            Library::Cupti => &["libcupti.so.13", "libcupti.so.12", "libcupti.so"],
+            Library::Nvml => &["libnvidia-ml.so.1", "libnvidia-ml.so"],
+        }
+    }
+
+    /// A function that tells the version, and that is used to find the file that was loaded.
+    fn version_symbol(self) -> &'static str {
+        match self {
+            Library::Driver => "cuDriverGetVersion",
+            Library::Nvrtc => "nvrtcVersion",
+            Library::CublasLt => "cublasLtGetVersion",
+            Library::Cudnn => "cudnnGetVersion",
+            Library::Nccl => "ncclGetVersion",
+            Library::Cupti => "cuptiGetVersion",
+            Library::Nvml => "nvmlInit_v2",
+        }
+    }
+
+    /// Whether the search covers more than the loader's own folders. The driver and NVML belong to the
+    /// machine: a copy in a toolkit folder is a stub.
+    fn searched(self) -> bool {
+        !matches!(self, Library::Driver | Library::Nvml)
+    }
+}
+
+/// A library that was opened, and stays open.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// The name or path it was opened by.
+    pub opened_as: String,
+    /// The file, when the loader tells.
+    pub path: Option<PathBuf>,
+    /// E.g. `13.0`; `None` when the library does not say.
+    pub version: Option<String>,
+}
+
+static EXTRA: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+/// `--cuda_path`: a folder to look in before all others. Call it before the first [`find`].
+pub fn set_path(path: &Path) {
+    if let Ok(mut extra) = EXTRA.lock() {
+        *extra = Some(path.to_path_buf());
+    }
+}
+
+/// The folders searched beside the loader's own, in order. Only those that exist.
+pub fn folders() -> Vec<PathBuf> {
+    let asked = EXTRA.lock().ok().and_then(|e| e.clone());
+    let mut out = Vec::new();
+    for root in asked.into_iter().chain(env::var_os(PATH_VARIABLE).map(PathBuf::from)) {
+        out.extend([root.join("lib64"), root.join("lib"), root.join("targets/x86_64-linux/lib")]);
+        out.extend(glob_dirs(&root.join("nvidia"), "lib"));
+        out.push(root);
+    }
+    let environments: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH"]
+        .iter()
+        .filter_map(env::var_os)
+        .map(PathBuf::from)
+        .chain(python_prefixes())
+        .collect();
+    for prefix in &environments {
+        out.push(prefix.join("lib64"));
+        for site in site_packages(prefix) {
+            out.extend(glob_dirs(&site.join("nvidia"), "lib"));
+        }
+        out.push(prefix.join("lib"));
+    }
+    let toolkits = children(Path::new("/usr/local"), |name| name.starts_with("cuda"));
+    for toolkit in toolkits.into_iter().rev() {
+        out.extend([toolkit.join("lib64"), toolkit.join("extras/CUPTI/lib64")]);
+    }
+    let mut seen = std::collections::HashSet::new();
+    out.retain(|p| p.is_dir() && seen.insert(p.clone()));
+    out
+}
+
+/// Prefixes of the Python installations: each folder of PATH with a `python3`, and the user's own.
+fn python_prefixes() -> Vec<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let on_path = env::split_paths(&path).filter(|d| d.join("python3").exists());
+    let mut out: Vec<PathBuf> = on_path.filter_map(|d| d.parent().map(Path::to_path_buf)).collect();
+    if let Some(home) = env::var_os("HOME") {
+        out.push(Path::new(&home).join(".local"));
+    }
+    out
+}
+
+fn site_packages(prefix: &Path) -> Vec<PathBuf> {
+    let pythons = children(&prefix.join("lib"), |name| name.starts_with("python3"));
+    pythons.iter().flat_map(|p| [p.join("site-packages"), p.join("dist-packages")]).collect()
+}
+
+/// `parent/*/leaf`, sorted.
+fn glob_dirs(parent: &Path, leaf: &str) -> Vec<PathBuf> {
+    children(parent, |_| true).into_iter().map(|p| p.join(leaf)).collect()
+}
+
+fn children(parent: &Path, keep: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
+    let mut out: Vec<PathBuf> =
+        entries.filter(|e| keep(&e.file_name().to_string_lossy())).map(|e| e.path()).collect();
+    out.sort();
+    out
+}
+
+/// Opens `library` for the rest of the process, or says what was tried. The first answer is kept.
+pub fn find(library: Library) -> Result<Found, String> {
+    static ANSWERS: Mutex<Vec<(Library, Result<Found, String>)>> = Mutex::new(Vec::new());
+    let Ok(mut answers) = ANSWERS.lock() else {
+        return Err("the list of libraries is unusable after a panic".to_owned());
+    };
+    if let Some((_, answer)) = answers.iter().find(|(l, _)| *l == library) {
+        return answer.clone();
+    }
+    let answer = search(library, &if library.searched() { folders() } else { Vec::new() });
+    answers.push((library, answer.clone()));
+    answer
+}
+
+fn search(library: Library, folders: &[PathBuf]) -> Result<Found, String> {
+    let asked = EXTRA.lock().ok().is_some_and(|e| e.is_some()) || env::var_os(PATH_VARIABLE).is_some();
+    let in_folders =
+        || folders.iter().flat_map(|f| library.names().iter().map(move |n| f.join(n))).filter(|p| p.exists());
+    let by_loader = library.names().iter().map(PathBuf::from);
+    // A folder that the user named goes before the loader's own.
+    let candidates: Vec<PathBuf> =
+        if asked { in_folders().chain(by_loader).collect() } else { by_loader.chain(in_folders()).collect() };
+    let mut broken = Vec::new();
+    for candidate in candidates {
+        // SAFETY: opening runs the library's initialisers; these are NVIDIA's own libraries, found by name.
+        match unsafe { Dl::open(Some(&candidate), RTLD_NOW | RTLD_GLOBAL) } {
+            Ok(handle) => {
+                let found = describe(library, &handle, &candidate);
+                // Kept open: cudarc's handle must find it again, and function pointers into it live on.
+                std::mem::forget(handle);
+                return Ok(found);
+            }
+            Err(e) if candidate.is_absolute() => broken.push(format!("{}: {e}", candidate.display())),
+            Err(_) => {}
+        }
+    }
+    let mut message = format!("no {} by the loader", library.names().join(", "));
+    if library.searched() {
+        let list: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
+        message += &format!(
+            ", nor in {}",
+            if list.is_empty() { "any toolkit or Python environment".to_owned() } else { list.join(", ") }
+        );
+    }
+    if !broken.is_empty() {
+        message += &format!("; not usable: {}", broken.join("; "));
+    }
+    Err(message)
+}
+
+fn describe(library: Library, handle: &Dl, candidate: &Path) -> Found {
+    let name = library.version_symbol();
+    // SAFETY: the symbol is only used as an address here, and called below with its true signature.
+    let address = unsafe { handle.get::<*const c_void>(name.as_bytes()) }.ok().map(|s| s.into_raw() as usize);
+    Found {
+        opened_as: candidate.display().to_string(),
+        path: address.and_then(mapped_file),
+        version: address.and_then(|a| version(library, a)),
+    }
+}
+
+/// The file that an address of this process is mapped from.
+fn mapped_file(address: usize) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    maps.lines().find_map(|line| {
+        let (low, high) = line.split_whitespace().next()?.split_once('-')?;
+        let inside =
+            (usize::from_str_radix(low, 16).ok()?..usize::from_str_radix(high, 16).ok()?).contains(&address);
+        let path = line.find('/').map(|at| PathBuf::from(&line[at..]))?;
+        inside.then_some(path)
+    })
+}
+
+fn version(library: Library, address: usize) -> Option<String> {
+    type OneInt = unsafe extern "C" fn(*mut c_int) -> c_int;
+    type OneU32 = unsafe extern "C" fn(*mut u32) -> c_int;
+    type TwoInts = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+    type Plain = unsafe extern "C" fn() -> usize;
+    let (mut a, mut b, mut u) = (0, 0, 0);
+    // SAFETY: each address is the function of that name in the library just opened, whose C signature is
+    // the one named here; all of them only write the integers passed.
+    unsafe {
+        match library {
+            Library::Driver => {
+                let code = std::mem::transmute::<usize, OneInt>(address)(&mut a);
+                (code == 0).then(|| format!("{}.{}", a / 1000, a % 1000 / 10))
+            }
+            Library::Nvrtc => {
+                let code = std::mem::transmute::<usize, TwoInts>(address)(&mut a, &mut b);
+                (code == 0).then(|| format!("{a}.{b}"))
+            }
+            Library::Nccl => {
+                let code = std::mem::transmute::<usize, OneInt>(address)(&mut a);
+                (code == 0).then(|| format!("{}.{}.{}", a / 10_000, a % 10_000 / 100, a % 100))
+            }
+            Library::Cupti => {
+                let code = std::mem::transmute::<usize, OneU32>(address)(&mut u);
+                (code == 0).then(|| format!("API {u}"))
+            }
+            Library::CublasLt | Library::Cudnn => {
+                let v = std::mem::transmute::<usize, Plain>(address)();
+                // 130100 is 13.1.0; before CUDA 13 as well: 120803 is 12.8.3. cuDNN: 91400 is 9.14.0.
+                Some(format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
+            }
+            Library::Nvml => None,
+        }
+    }
+}
+
+/// Opens `library` and makes sure that cudarc will find it with every function in `symbols`, so that no later
+/// call can panic.
+fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
+    use cudarc::{cublaslt, cupti, driver, nvrtc};
+    let missing = |reason: String| {
+        DeviceError::Unavailable(format!(
+            "{} is needed by {} and was not found: {reason}; install it, or name its folder with --cuda_path (see `mbperf doctor`)",
+            library.title(),
+            library.needed_by()
+        ))
+    };
+    find(library).map_err(missing)?;
+    // SAFETY: only opens the library.
+    let present = unsafe {
+        match library {
+            Library::Driver => driver::sys::is_culib_present(),
+            Library::Nvrtc => nvrtc::sys::is_culib_present(),
+            Library::CublasLt => cublaslt::sys::is_culib_present(),
+            Library::Cupti => cupti::sys::is_culib_present(),
+            Library::Cudnn | Library::Nccl | Library::Nvml => true,
+        }
+    };
+    if !present {
+        return Err(missing("its file name is not one that the bindings look for".to_owned()));
+    }
+    let absent: Vec<&str> = symbols
+        .iter()
+        .copied()
+        .filter(|name| {
+            type Any = unsafe extern "C" fn();
+            // SAFETY: present, so culib() does not panic; the symbols are looked up, not called.
+            unsafe {
+                match library {
+                    Library::Driver => driver::sys::culib().get::<Any>(name.as_bytes()).is_err(),
+                    Library::Nvrtc => nvrtc::sys::culib().get::<Any>(name.as_bytes()).is_err(),
+                    Library::CublasLt => cublaslt::sys::culib().get::<Any>(name.as_bytes()).is_err(),
+                    Library::Cupti => cupti::sys::culib().get::<Any>(name.as_bytes()).is_err(),
+                    Library::Cudnn | Library::Nccl | Library::Nvml => false,
+                }
+            }
+        })
+        .collect();
+    if absent.is_empty() {
+        return Ok(());
+    }
+    Err(DeviceError::Unavailable(format!(
+        "{} lacks {}: it is too old or not NVIDIA's; update it (see `mbperf doctor`)",
+        library.title(),
+        absent.join(", ")
+    )))
+}
+
+/// Whether NVRTC can be called.
+pub fn ensure_nvrtc() -> Result<(), DeviceError> {
+    static ONCE: OnceLock<Result<(), String>> = OnceLock::new();
+    keep(&ONCE, || ensure(Library::Nvrtc, super::symbols::NVRTC))
+}
+
+/// Whether cuBLASLt can be called.
+pub fn ensure_cublaslt() -> Result<(), DeviceError> {
+    static ONCE: OnceLock<Result<(), String>> = OnceLock::new();
+    keep(&ONCE, || ensure(Library::CublasLt, super::symbols::CUBLASLT))
+}
+
+/// Whether CUPTI can be called.
+pub fn ensure_cupti() -> Result<(), DeviceError> {
+    static ONCE: OnceLock<Result<(), String>> = OnceLock::new();
+    keep(&ONCE, || ensure(Library::Cupti, super::symbols::CUPTI))
+}
+
+fn keep(
+    once: &OnceLock<Result<(), String>>,
+    ask: impl FnOnce() -> Result<(), DeviceError>,
+) -> Result<(), DeviceError> {
+    once.get_or_init(|| ask().map_err(|e| e.to_string())).clone().map_err(DeviceError::Unavailable)
+}
+
+/// Whether there is something to run on, for `--device auto`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Availability {
+    /// No driver library: the CPU takes over.
+    NoDriver(String),
+    /// A driver, but no GPU that this process may see: the CPU takes over.
+    NoDevice(String),
+    /// Present, but too old or broken: exit 3.
+    Unusable(String),
+    /// So many devices.
+    Ready(usize),
+}
+
+/// Asks the driver. Never panics, whatever is installed. The first answer is kept.
+pub fn probe() -> Availability {
+    static ONCE: OnceLock<Availability> = OnceLock::new();
+    ONCE.get_or_init(ask_driver).clone()
+}
+
+fn ask_driver() -> Availability {
+    use cudarc::driver::sys;
+    if let Err(reason) = find(Library::Driver) {
+        return Availability::NoDriver(format!("no NVIDIA driver: {reason}"));
+    }
+    // The version first: an old driver lacks some symbols, and should be told that it is old.
+    if let Err(e) = ensure(Library::Driver, &["cuDriverGetVersion", "cuInit", "cuDeviceGetCount"]) {
+        return Availability::Unusable(e.to_string());
+    }
+    let (mut version, mut count) = (0, 0);
+    // SAFETY: the three functions exist (above); they write the integers passed.
+    let code = unsafe { sys::cuDriverGetVersion(&mut version) };
+    if code == sys::CUresult::CUDA_ERROR_STUB_LIBRARY {
+        return Availability::NoDriver("libcuda is the toolkit's stub: no NVIDIA driver".to_owned());
+    }
+    if code != sys::CUresult::CUDA_SUCCESS {
+        return Availability::Unusable(format!(
+            "cuDriverGetVersion failed with {code:?}; reinstall the driver"
+        ));
+    }
+    // SAFETY: as above.
+    let code = unsafe { sys::cuInit(0) };
+    let no_device = || {
+        let hidden = match env::var("CUDA_VISIBLE_DEVICES") {
+            Ok(v) => format!(" (CUDA_VISIBLE_DEVICES={v:?} may hide it)"),
+            Err(_) => String::new(),
+        };
+        Availability::NoDevice(format!("the NVIDIA driver sees no device{hidden}"))
+    };
+    match code {
+        sys::CUresult::CUDA_SUCCESS => {}
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => return no_device(),
+        sys::CUresult::CUDA_ERROR_STUB_LIBRARY => {
+            return Availability::NoDriver("libcuda is the toolkit's stub: no NVIDIA driver".to_owned());
+        }
+        other => {
+            return Availability::Unusable(format!(
+                "cuInit failed with {other:?}: the driver is present but cannot be used; `nvidia-smi` may say why, \
+                 a reboot often helps after a driver update"
+            ));
+        }
+    }
+    if version < OLDEST_DRIVER {
+        return Availability::Unusable(format!(
+            "the NVIDIA driver supports CUDA {}.{}, mbperf needs {}.{} or newer: update the driver (570 or newer)",
+            version / 1000,
+            version % 1000 / 10,
+            OLDEST_DRIVER / 1000,
+            OLDEST_DRIVER % 1000 / 10
+        ));
+    }
+    if let Err(e) = ensure(Library::Driver, super::symbols::DRIVER) {
+        return Availability::Unusable(e.to_string());
+    }
+    // SAFETY: as above.
+    let code = unsafe { sys::cuDeviceGetCount(&mut count) };
+    match code {
+        sys::CUresult::CUDA_SUCCESS if count > 0 => Availability::Ready(count as usize),
+        sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NO_DEVICE => no_device(),
+        other => Availability::Unusable(format!("cuDeviceGetCount failed with {other:?}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_a_sentence() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = search(Library::Cudnn, &[folder.path().to_path_buf()]).unwrap_err();
+        assert!(error.contains("libcudnn.so.9"), "{error}");
+        assert!(error.contains(&folder.path().display().to_string()), "{error}");
+    }
+
+    #[test]
+    fn a_broken_library_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("libcudnn.so.9"), "not a library").unwrap();
+        let error = search(Library::Cudnn, &[folder.path().to_path_buf()]).unwrap_err();
+        assert!(error.contains("not usable"), "{error}");
+    }
+
+    #[test]
+    fn python_environments_are_searched() {
+        let prefix = tempfile::tempdir().unwrap();
+        let lib = prefix.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
+        std::fs::create_dir_all(&lib).unwrap();
+        let sites = site_packages(prefix.path());
+        let found: Vec<PathBuf> = sites.iter().flat_map(|s| glob_dirs(&s.join("nvidia"), "lib")).collect();
+        assert_eq!(found, [lib]);
+    }
+
+    #[test]
+    fn an_address_leads_to_its_file() {
+        let here = mapped_file(an_address_leads_to_its_file as *const () as usize).unwrap();
+        assert_eq!(here, env::current_exe().unwrap());
+    }
+
+    #[test]
+    fn probing_gives_an_answer_on_any_machine() {
+        // Whatever is installed here: a sentence or a count, no panic; and the same one twice.
+        assert_eq!(probe(), probe());
+    }
+}
