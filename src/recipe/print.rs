@@ -1,0 +1,153 @@
+//! `mbperf recipes list` and `mbperf recipes show`.
+
+use std::io::{self, Write};
+
+use serde_json::{Value, json};
+
+use super::{Catalogue, Recipe, RecipeError, issue_meaning};
+use crate::keys::nearest;
+
+/// Writes one line per recipe whose name, family, GPU, dtype, task or variant contains `filter`.
+/// With `as_json`, a JSON array of objects.
+///
+/// # Errors
+/// Only what the writer reports.
+pub fn print_list(
+    catalogue: &Catalogue,
+    filter: Option<&str>,
+    as_json: bool,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    let filter = filter.unwrap_or("").to_lowercase();
+    let matches = |r: &&Recipe| {
+        let dotless = [&r.family, &r.function, &r.gpu, &r.dtype, &r.task];
+        dotless.iter().any(|word| word.contains(&filter))
+            || r.variant.as_ref().is_some_and(|v| v.contains(&filter))
+    };
+    let recipes: Vec<&Recipe> = catalogue.recipes().iter().filter(matches).collect();
+    if as_json {
+        let rows: Vec<Value> = recipes.iter().map(|r| as_object(r)).collect();
+        return writeln!(out, "{}", Value::Array(rows));
+    }
+    let header = ["FAMILY", "MODEL", "GPU", "DTYPE", "TASK", "GPUS", "VARIANT", "GRAPH"].map(str::to_owned);
+    let mut rows = vec![header];
+    rows.extend(recipes.iter().map(|r| {
+        let default = if r.is_default { "" } else { "  (by -ng)" };
+        let variant = r.variant.clone().unwrap_or_else(|| "-".to_owned());
+        let [family, model, gpu, dtype, task] =
+            [&r.family, &r.model, &r.gpu, &r.dtype, &r.task].map(String::clone);
+        [family, model, gpu, dtype, task, r.num_gpus.to_string(), variant, graph(r) + default]
+    }));
+    write_table(&rows, out)?;
+    writeln!(out, "{} of {} recipes", recipes.len(), catalogue.recipes().len())
+}
+
+/// Columns padded to their widest cell, two spaces between.
+fn write_table<const N: usize>(rows: &[[String; N]], out: &mut dyn Write) -> io::Result<()> {
+    let width = |c: usize| rows.iter().map(|r| r[c].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    for row in rows {
+        let line: Vec<String> = row.iter().zip(&widths).map(|(cell, w)| format!("{cell:<w$}")).collect();
+        writeln!(out, "{}", line.join("  ").trim_end())?;
+    }
+    Ok(())
+}
+
+/// `transformer_engine attn+mlp`, `none`.
+fn graph(recipe: &Recipe) -> String {
+    let word = |key: &str| recipe.values.get(key).and_then(Value::as_str).unwrap_or("none").to_owned();
+    let scope: Vec<&str> = match recipe.values.get("model.cuda_graph_scope") {
+        Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).collect(),
+        _ => Vec::new(),
+    };
+    let implementation = word("model.cuda_graph_impl");
+    if scope.is_empty() { implementation } else { format!("{implementation} {}", scope.join("+")) }
+}
+
+fn as_object(r: &Recipe) -> Value {
+    json!({
+        "family": r.family, "model": r.model, "gpu": r.gpu, "dtype": r.dtype, "task": r.task,
+        "variant": r.variant, "num_gpus": r.num_gpus, "default": r.is_default, "function": r.function,
+        "alias_of": r.alias_of, "kind": r.kind, "traits": r.traits, "issues": r.issues,
+        "values": r.values, "env": r.env,
+    })
+}
+
+/// Writes a model (architecture and its recipes) or, by upstream's function name, one recipe (settings).
+///
+/// # Errors
+/// [`ShowError::Unknown`] with the nearest name; what the writer reports.
+pub fn print_show(catalogue: &Catalogue, name: &str, out: &mut dyn Write) -> Result<(), ShowError> {
+    let name = name.to_lowercase();
+    if let Some(model) = catalogue.models().iter().find(|m| m.model == name) {
+        writeln!(out, "{} {}: {}", model.family, model.model, model.kind)?;
+        if !model.traits.is_empty() {
+            writeln!(out, "  has {}", model.traits.join(", "))?;
+        }
+        if let Some([total, active]) = model.params_b {
+            writeln!(out, "  {total} billion parameters, {active} active")?;
+        }
+        writeln!(out, "  from {}", model.source.display())?;
+        for doubt in &model.uncertain {
+            writeln!(out, "  uncertain: {doubt}")?;
+        }
+        writeln!(out, "\narchitecture")?;
+        write_values(model.architecture.iter(), out)?;
+        writeln!(out, "\nrecipes")?;
+        let of_model = |r: &&Recipe| r.family == model.family && r.model == model.model;
+        for r in catalogue.recipes().iter().filter(of_model) {
+            writeln!(out, "  {:<64} {}", r.function, graph(r))?;
+        }
+        return Ok(());
+    }
+    let Some(recipe) = catalogue.recipes().iter().find(|r| r.function == name) else {
+        let models = catalogue.models().iter().map(|m| m.model.as_str());
+        let functions = catalogue.recipes().iter().map(|r| r.function.as_str());
+        return Err(ShowError::Unknown { nearest: nearest(&name, models.chain(functions)), name });
+    };
+    show_recipe(catalogue, recipe, out)
+}
+
+fn show_recipe(catalogue: &Catalogue, recipe: &Recipe, out: &mut dyn Write) -> Result<(), ShowError> {
+    writeln!(out, "{}", recipe.function)?;
+    if let Some(target) = &recipe.alias_of {
+        writeln!(out, "  another name for {target}")?;
+    }
+    for code in &recipe.issues {
+        writeln!(out, "  note: {}", issue_meaning(code).unwrap_or(code))?;
+    }
+    let model = catalogue.models().iter().find(|m| m.family == recipe.family && m.model == recipe.model);
+    let inherited =
+        |key: &String, value: &Value| model.is_some_and(|m| m.architecture.get(key) == Some(value));
+    writeln!(out, "\narchitecture")?;
+    write_values(recipe.values.iter().filter(|(k, v)| inherited(k, v)), out)?;
+    writeln!(out, "\nsettings")?;
+    write_values(recipe.values.iter().filter(|(k, v)| !inherited(k, v)), out)?;
+    writeln!(out, "\nenvironment (upstream's)")?;
+    for (name, value) in &recipe.env {
+        writeln!(out, "  {name}={value}")?;
+    }
+    Ok(())
+}
+
+/// One `key = value` a line; keys that are null are left out.
+fn write_values<'a>(
+    values: impl Iterator<Item = (&'a String, &'a Value)>,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    for (key, value) in values.filter(|(_, v)| !v.is_null()) {
+        writeln!(out, "  {key} = {value}")?;
+    }
+    Ok(())
+}
+
+/// Why nothing was shown.
+#[derive(Debug, thiserror::Error)]
+pub enum ShowError {
+    #[error("no model or recipe is called {name}{}; `mbperf recipes list` names them", super::suggest(.nearest))]
+    Unknown { name: String, nearest: Option<String> },
+    #[error("cannot write: {0}")]
+    Write(#[from] io::Error),
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+}

@@ -1,0 +1,86 @@
+//! The choice of a recipe: family, model, GPU, dtype, task, variant, then GPU count.
+
+use std::collections::BTreeSet;
+
+use super::{Catalogue, Recipe, RecipeError};
+use crate::keys::nearest;
+
+/// What was asked for on the command line.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Selector {
+    /// `-m`; case is ignored.
+    pub family: String,
+    /// `-mr`; case is ignored.
+    pub recipe: String,
+    /// `-g`
+    pub gpu: String,
+    /// `-c`
+    pub dtype: String,
+    /// `--task`
+    pub task: String,
+    /// `-cv`; none means a recipe without a variant.
+    pub variant: Option<String>,
+    /// `-ng`
+    pub num_gpus: Option<usize>,
+}
+
+/// A level of the choice: the flag, what was asked, and how a recipe answers.
+type Level<'a> = (&'static str, &'a str, fn(&Recipe) -> &str);
+
+impl Catalogue {
+    /// The recipe with the asked GPU count, or else the group's default (which then runs at the asked count).
+    ///
+    /// # Errors
+    /// [`RecipeError::NotFound`] naming the first level with no match and what there is at that level.
+    pub fn select(&self, ask: &Selector) -> Result<Recipe, RecipeError> {
+        let (family, model) = (ask.family.to_lowercase(), ask.recipe.to_lowercase());
+        let variant = ask.variant.as_deref().map(str::to_lowercase).unwrap_or_default();
+        let levels: [Level; 6] = [
+            ("-m", &family, |r| &r.family),
+            ("-mr", &model, |r| &r.model),
+            ("-g", &ask.gpu, |r| &r.gpu),
+            ("-c", &ask.dtype, |r| &r.dtype),
+            ("--task", &ask.task, |r| &r.task),
+            ("-cv", &variant, |r| r.variant.as_deref().unwrap_or("")),
+        ];
+        let mut left: Vec<&Recipe> = self.recipes().iter().collect();
+        for (depth, (flag, asked, of)) in levels.iter().enumerate() {
+            let matching: Vec<&Recipe> = left.iter().copied().filter(|r| of(r) == *asked).collect();
+            if matching.is_empty() {
+                return Err(self.not_found(&levels[..depth], (flag, asked, *of), &left));
+            }
+            left = matching;
+        }
+        let exact = |alias: bool| {
+            let count = |r: &&&Recipe| Some(r.num_gpus) == ask.num_gpus && r.alias_of.is_some() == alias;
+            left.iter().find(count).copied()
+        };
+        let default = || left.iter().find(|r| r.is_default).or(left.first()).copied();
+        exact(false).or_else(|| exact(true)).or_else(default).cloned().ok_or_else(|| {
+            // Unreachable: every level kept at least one recipe. Said as an error all the same.
+            self.not_found(&levels[..5], levels[5], &left)
+        })
+    }
+
+    fn not_found(&self, chosen: &[Level], (flag, asked, of): Level, left: &[&Recipe]) -> RecipeError {
+        let shown = |word: &str| if word.is_empty() { "(none)".to_owned() } else { word.to_owned() };
+        let available: BTreeSet<&str> = left.iter().map(|r| of(r)).collect();
+        let mut context = String::new();
+        for (i, (flag, word, _)) in chosen.iter().enumerate() {
+            context.push_str(if i == 0 { " for " } else { " " });
+            context.push_str(&format!("{flag} {word}"));
+        }
+        // A model asked for under the wrong family is the likeliest slip: look over all families.
+        let elsewhere = (flag == "-mr")
+            .then(|| self.models().iter().find(|m| m.model == asked))
+            .flatten()
+            .map(|m| format!("-m {} -mr {}", m.family, m.model));
+        RecipeError::NotFound {
+            flag,
+            asked: shown(asked),
+            context,
+            suggestion: elsewhere.or_else(|| nearest(asked, available.iter().copied())),
+            available: available.into_iter().map(shown).collect(),
+        }
+    }
+}
