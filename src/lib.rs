@@ -2,10 +2,13 @@
 
 pub mod args;
 pub mod capture;
+pub mod commands;
 pub mod config;
 pub mod device;
 pub mod doctor;
+pub mod features;
 pub mod keys;
+pub mod layout;
 pub mod measure;
 pub mod ops;
 pub mod overrides;

@@ -89,6 +89,9 @@ pub enum RecipesCommand {
         /// Folder of your own recipes
         #[arg(long, value_name = "DIR")]
         recipes_dir: Option<PathBuf>,
+        /// text or json
+        #[arg(long, value_name = "FORM", default_value = "text")]
+        format: Format,
     },
     /// Every setting of one recipe
     #[command(rename_all = "snake_case")]
