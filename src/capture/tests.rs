@@ -149,6 +149,7 @@ fn arms_are_equal_with_dropout_on() {
     both_arms(&with_graphs(padded(), GraphImpl::Local, &[FullIteration]));
     let mut split = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
     (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
+    split.identity.num_gpus = 8;
     both_arms(&split);
 }
 
@@ -174,6 +175,7 @@ fn each_launch_left_out_of_the_graphs_is_noticed() {
 fn every_launch_writes_finite_values() {
     let mut split = moe(Dispatcher::Alltoall);
     (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
+    split.identity.num_gpus = 8;
     for (what, mut cfg) in [("dense", dense()), ("alltoall", moe(Dispatcher::Alltoall)), ("flex", moe(Dispatcher::Flex)), ("padded", padded()), ("split", split)] {
         cfg.model.attention_dropout = 0.1;
         cfg.model.hidden_dropout = 0.1;

@@ -34,7 +34,7 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
         Spec::normal(name("router"), moe.num_experts, m.hidden_size, m.init_method_std),
     ];
     if let Some(width) = moe.shared_expert_intermediate_size {
-        out.extend(gated(cfg, &format!("layer{index}.moe.shared"), share.shared_ffn, width));
+        out.extend(gated(cfg, &format!("layer{index}.moe.shared"), share.shared_expert_ffn.unwrap_or(0), width));
     }
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
     out.push(Spec::normal(name("experts.fc1"), local * 2 * f, m.hidden_size, m.init_method_std).expert());
@@ -105,7 +105,7 @@ impl Stack<'_> {
     }
 
     fn moe_weight(&self, l: usize, what: &str) -> Result<Weight, WorkloadError> {
-        self.weights.get(&format!("layer{}.moe.{what}.weight", self.share.layers[l].0))
+        self.weights.get(&format!("layer{}.moe.{what}.weight", self.share.layers[l].index))
     }
 
     fn router(&mut self, l: usize) -> Result<RouterFwd, WorkloadError> {
@@ -115,7 +115,7 @@ impl Stack<'_> {
             Routing::Balanced | Routing::Skewed => true,
         };
         let seed = super::PIPELINE_SEED * self.cfg.parallel.pp_rank as u32;
-        let rng: Option<Rng> = forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].0), seed));
+        let rng: Option<Rng> = forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
         Ok(RouterFwd {
             tokens: self.split_tokens,
             experts: moe.num_experts,
@@ -130,7 +130,7 @@ impl Stack<'_> {
     }
 
     fn expert_bias(&mut self, l: usize, experts: usize) -> BufId {
-        let name = format!("layer{}.moe.expert_bias", self.share.layers[l].0);
+        let name = format!("layer{}.moe.expert_bias", self.share.layers[l].index);
         self.b.buffer(&name, DType::F32, &[experts], Lifetime::Constant, Init::Const { value: 0.0 })
     }
 
@@ -298,7 +298,7 @@ impl Stack<'_> {
         if moe.shared_expert_intermediate_size.is_none() {
             return Ok(None);
         }
-        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_ffn);
+        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_expert_ffn.unwrap_or(0));
         let y = self.gather_tokens(l, "moe.norm", y, h);
         let act = self.gated_forward(l, "moe.shared", y, f)?;
         let fc2 = self.moe_weight(l, "shared.fc2")?;
@@ -311,7 +311,7 @@ impl Stack<'_> {
         if moe.shared_expert_intermediate_size.is_none() {
             return Ok(dy);
         }
-        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_ffn);
+        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_expert_ffn.unwrap_or(0));
         let y = self.gather_tokens(l, "moe.norm", y, h);
         let dout = self.gather_tokens(l, "moe.shared.dout", dout, h);
         if !self.split() && self.cfg.parallel.tp == 1 {
