@@ -4,6 +4,7 @@
 //! for all models is in `recipes/defaults.json`. `recipes/README.md` describes the format. All files are
 //! compiled into the binary; `--recipes_dir` adds a user's own.
 
+mod derived;
 mod file;
 mod print;
 mod select;
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use thiserror::Error;
 
+pub use derived::{LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
 pub use print::{print_list, print_show};
 pub use select::Selector;
 
@@ -172,3 +174,6 @@ const ISSUES: &[(&str, &str)] = &[
     ("te_rng_flags_differ", "model and rng section disagree on the RNG tracker"),
     ("vp_conflicts_with_pipeline_layout", "the pipeline layout has another number of stages than pp x vp"),
 ];
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,3 @@
 //! workloads
+
+pub mod share;

@@ -1,0 +1,321 @@
+//! One rank's share of the job: its layers, heads, experts, vocabulary rows and tokens.
+//!
+//! The rank is tensor, context and expert rank 0 of the asked pipeline stage. What does not divide is an error
+//! with the numbers; nothing is rounded.
+
+mod layout;
+
+use thiserror::Error;
+
+pub use layout::{Stage, pipeline_stages};
+
+use crate::config::{LayerKind, RunConfig};
+
+/// What a share is computed from; [`RankShare::of`] fills it from a run's configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShareInput {
+    /// Kind of every decoder layer of the model, in order.
+    pub layers: Vec<LayerKind>,
+    /// Multi-token-prediction layers, which stand before the loss.
+    pub mtp_layers: usize,
+    pub num_gpus: usize,
+    pub tp: usize,
+    pub pp: usize,
+    pub cp: usize,
+    pub ep: usize,
+    pub etp: usize,
+    /// Virtual stages per pipeline stage, 1 when off.
+    pub vp: usize,
+    pub pp_rank: usize,
+    pub sequence_parallel: bool,
+    pub pipeline_layout: Option<String>,
+    pub first_stage_layers: Option<usize>,
+    pub last_stage_layers: Option<usize>,
+    pub account_for_embedding: bool,
+    pub account_for_loss: bool,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub ffn: usize,
+    /// Padded vocabulary.
+    pub vocab: usize,
+    pub experts: Option<ExpertInput>,
+    pub micro_batch: usize,
+    pub global_batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+}
+
+/// The expert part of [`ShareInput`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExpertInput {
+    pub count: usize,
+    pub ffn: usize,
+    pub shared_ffn: Option<usize>,
+}
+
+/// What one rank holds and runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RankShare {
+    /// Local decoder layers in the order in which they run, virtual stages one after another.
+    pub layers: Vec<LocalLayer>,
+    /// Decoder layers of each virtual stage, as ranges of `layers`.
+    pub chunks: Vec<std::ops::Range<usize>>,
+    pub has_embedding: bool,
+    pub has_loss: bool,
+    /// Multi-token-prediction layers on this rank.
+    pub mtp_layers: usize,
+    pub heads: usize,
+    /// Key and value heads; at least 1: with fewer heads than tp, ranks share one.
+    pub kv_heads: usize,
+    /// Columns of the dense MLP.
+    pub ffn: usize,
+    /// Rows of the embedding and the head.
+    pub vocab: usize,
+    /// 0 without experts.
+    pub experts: usize,
+    pub expert_ffn: usize,
+    pub shared_expert_ffn: Option<usize>,
+    /// The rank's two pieces of each sequence as (start, length) in tokens; cp 1: the whole and nothing.
+    pub seq_chunks: [(usize, usize); 2],
+    /// Tokens of a sequence on this rank: sequence / cp.
+    pub seq: usize,
+    /// Tokens of a micro-batch on this rank, between parts: micro-batch x sequence / cp.
+    pub tokens: usize,
+    /// The same where sequence parallelism splits them further: / tp.
+    pub tokens_sequence_parallel: usize,
+    pub dp: usize,
+    /// Micro-batches a step.
+    pub num_microbatches: usize,
+}
+
+/// One layer of the local stack.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LocalLayer {
+    /// Index in the whole model, from 0.
+    pub index: usize,
+    pub kind: LayerKind,
+}
+
+/// What does not divide or fit.
+#[derive(Debug, Clone, PartialEq, Error)]
+pub enum ShareError {
+    #[error("{name} is 0: it must be at least 1")]
+    Zero { name: &'static str },
+    #[error("{what} {total} cannot be split over {by} {parts}: {total} / {parts} leaves {}; {remedy}", .total % .parts)]
+    Indivisible { what: &'static str, total: usize, by: &'static str, parts: usize, remedy: &'static str },
+    #[error("--pp_rank {pp_rank} is not one of the {pp} pipeline stages (0 to {})", .pp - 1)]
+    NoSuchStage { pp_rank: usize, pp: usize },
+    #[error("a configuration of {num_gpus} GPUs cannot hold {what} = {needed}; {remedy}")]
+    Grid { num_gpus: usize, what: String, needed: usize, remedy: &'static str },
+    #[error("the global batch of {global} is not a multiple of micro-batch {micro} x dp {dp} = {}; change -gb, -mb or -ng", .micro * .dp)]
+    Batch { global: usize, micro: usize, dp: usize },
+    #[error("pipeline layout `{layout}`: {reason}")]
+    Layout { layout: String, reason: String },
+    #[error("{layers} layers do not fill the pipeline: {reason}")]
+    Split { layers: usize, reason: String },
+}
+
+impl RankShare {
+    /// The share of `--pp_rank`.
+    ///
+    /// # Errors
+    /// What [`RankShare::from_input`] reports.
+    pub fn of(config: &RunConfig) -> Result<RankShare, ShareError> {
+        RankShare::from_input(&ShareInput::of(config))
+    }
+
+    /// # Errors
+    /// A layout that does not fit the GPUs, a size that does not divide, a pipeline that the layers do not fill.
+    pub fn from_input(input: &ShareInput) -> Result<RankShare, ShareError> {
+        let ShareInput { tp, pp, cp, ep, etp, vp, micro_batch, seq, .. } = *input;
+        for (name, size) in [
+            ("tp", tp),
+            ("pp", pp),
+            ("cp", cp),
+            ("ep", ep),
+            ("etp", etp),
+            ("vp", vp),
+            ("the number of GPUs", input.num_gpus),
+            ("the number of layers", input.layers.len()),
+            ("the micro-batch size", micro_batch),
+            ("the global batch size", input.global_batch),
+            ("the sequence length", seq),
+            ("the number of heads", input.heads),
+        ] {
+            if size == 0 {
+                return Err(ShareError::Zero { name });
+            }
+        }
+        let dp = data_parallel(input)?;
+        if !input.global_batch.is_multiple_of(product(&[micro_batch, dp])) {
+            return Err(ShareError::Batch { global: input.global_batch, micro: micro_batch, dp });
+        }
+        let stage = own_stages(input)?;
+        let seq_local = split("the sequence of", seq, "cp", cp, "change -sl or -cp")?;
+        if cp > 1 {
+            split("the sequence of", seq, "2 x cp", product(&[2, cp]), "change -sl or -cp")?;
+        }
+        let tokens = product(&[micro_batch, seq_local]);
+        let tokens_sequence_parallel = if input.sequence_parallel {
+            split(
+                "the local tokens",
+                seq_local,
+                "tp",
+                tp,
+                "change -sl or -tp, or switch sequence parallelism off",
+            )?
+            .saturating_mul(micro_batch)
+        } else {
+            tokens
+        };
+        let (experts, expert_ffn, shared_expert_ffn) = match &input.experts {
+            None => (0, 0, None),
+            Some(e) => (
+                split("the experts", e.count, "ep", ep, "change -ep or --num_moe_experts")?,
+                split("the expert width", e.ffn, "etp", etp, "change -et")?,
+                e.shared_ffn
+                    .map(|f| split("the shared expert's width", f, "tp", tp, "change -tp"))
+                    .transpose()?,
+            ),
+        };
+        Ok(RankShare {
+            has_embedding: stage.iter().any(|s| s.embedding),
+            has_loss: stage.iter().any(|s| s.loss),
+            mtp_layers: stage.iter().map(|s| s.mtp).sum(),
+            chunks: chunks(&stage),
+            layers: stage
+                .iter()
+                .flat_map(|s| s.layers.clone())
+                .filter_map(|index| Some(LocalLayer { index, kind: *input.layers.get(index)? }))
+                .collect(),
+            heads: split("the attention heads", input.heads, "tp", tp, "change -tp")?,
+            kv_heads: kv_heads(input.kv_heads, tp)?,
+            ffn: split("the MLP width", input.ffn, "tp", tp, "change -tp")?,
+            vocab: split("the padded vocabulary", input.vocab, "tp", tp, "change -tp or --vocab_size")?,
+            experts,
+            expert_ffn,
+            shared_expert_ffn,
+            seq_chunks: sequence_chunks(seq, cp),
+            seq: seq_local,
+            tokens,
+            tokens_sequence_parallel,
+            dp,
+            num_microbatches: input.global_batch / product(&[micro_batch, dp]),
+        })
+    }
+}
+
+impl ShareInput {
+    /// The part of a run's configuration that decides the share.
+    pub fn of(config: &RunConfig) -> ShareInput {
+        let RunConfig { model, parallel, batch, .. } = config;
+        ShareInput {
+            layers: model.layers.clone(),
+            mtp_layers: model.mtp_num_layers,
+            num_gpus: config.identity.num_gpus,
+            tp: parallel.tp,
+            pp: parallel.pp,
+            cp: parallel.cp,
+            ep: parallel.ep,
+            etp: parallel.etp,
+            vp: parallel.vp,
+            pp_rank: parallel.pp_rank,
+            sequence_parallel: parallel.sequence_parallel,
+            pipeline_layout: parallel.pipeline_layout.clone(),
+            first_stage_layers: parallel.first_stage_layers,
+            last_stage_layers: parallel.last_stage_layers,
+            account_for_embedding: parallel.account_for_embedding,
+            account_for_loss: parallel.account_for_loss,
+            heads: model.num_attention_heads,
+            kv_heads: model.num_query_groups,
+            ffn: model.ffn_hidden_size,
+            vocab: model.vocab_size,
+            experts: model.moe.as_ref().map(|m| ExpertInput {
+                count: m.num_experts,
+                ffn: m.ffn_hidden_size,
+                shared_ffn: m.shared_expert_intermediate_size,
+            }),
+            micro_batch: batch.micro_batch_size,
+            global_batch: batch.global_batch_size,
+            seq: batch.seq_length,
+        }
+    }
+}
+
+/// Sizes from a command line multiply without overflow; a saturated product divides nothing.
+fn product(factors: &[usize]) -> usize {
+    factors.iter().fold(1, |p, f| p.saturating_mul(*f))
+}
+
+fn split(
+    what: &'static str,
+    total: usize,
+    by: &'static str,
+    parts: usize,
+    remedy: &'static str,
+) -> Result<usize, ShareError> {
+    if total.is_multiple_of(parts) {
+        Ok(total / parts)
+    } else {
+        Err(ShareError::Indivisible { what, total, by, parts, remedy })
+    }
+}
+
+/// Data-parallel size: GPUs / (tp pp cp). Checks that the experts' grid fits too.
+fn data_parallel(input: &ShareInput) -> Result<usize, ShareError> {
+    let ShareInput { num_gpus, tp, pp, cp, ep, etp, .. } = *input;
+    let grid = |what: String, needed: usize, remedy| ShareError::Grid { num_gpus, what, needed, remedy };
+    let dense = product(&[tp, pp, cp]);
+    if !num_gpus.is_multiple_of(dense) {
+        let what = format!("tp {tp} x pp {pp} x cp {cp}");
+        return Err(grid(what, dense, "the GPU count must be a multiple: change -ng, -tp, -pp or -cp"));
+    }
+    let expert = product(&[etp, ep, pp]);
+    if input.experts.is_some() && !num_gpus.is_multiple_of(expert) {
+        let what = format!("etp {etp} x ep {ep} x pp {pp}");
+        return Err(grid(what, expert, "the GPU count must be a multiple: change -ng, -ep, -pp or -et"));
+    }
+    Ok(num_gpus / dense)
+}
+
+/// The virtual stages of the asked rank: stages `pp_rank`, `pp_rank + pp`, ...
+fn own_stages(input: &ShareInput) -> Result<Vec<Stage>, ShareError> {
+    if input.pp_rank >= input.pp {
+        return Err(ShareError::NoSuchStage { pp_rank: input.pp_rank, pp: input.pp });
+    }
+    Ok(pipeline_stages(input)?.into_iter().skip(input.pp_rank).step_by(input.pp).collect())
+}
+
+fn chunks(stages: &[Stage]) -> Vec<std::ops::Range<usize>> {
+    let mut start = 0;
+    let next = |s: &Stage| {
+        let range = start..start + s.layers.len();
+        start = range.end;
+        range
+    };
+    stages.iter().map(next).collect()
+}
+
+/// Local key and value heads. Fewer heads than ranks: each rank holds a copy of one.
+fn kv_heads(kv_heads: usize, tp: usize) -> Result<usize, ShareError> {
+    if kv_heads == 0 {
+        return Err(ShareError::Zero { name: "the number of key and value heads" });
+    }
+    if kv_heads >= tp {
+        return split("the key and value heads", kv_heads, "tp", tp, "change -tp");
+    }
+    split("tp", tp, "the key and value heads", kv_heads, "change -tp").map(|_| 1)
+}
+
+/// Pieces 0 and 2cp-1 of the 2cp pieces of a sequence: an early and a late one, so that causal attention is
+/// equal work on every rank. `seq` divides by 2cp.
+fn sequence_chunks(seq: usize, cp: usize) -> [(usize, usize); 2] {
+    if cp == 1 {
+        return [(0, seq), (seq, 0)];
+    }
+    let piece = seq / product(&[2, cp]);
+    [(0, piece), (seq - piece, piece)]
+}
+
+#[cfg(test)]
+mod tests;
