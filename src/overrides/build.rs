@@ -33,7 +33,6 @@ pub fn effective(
         let key = "train.train_iters";
         explicit.contains(key).then(|| values.int(key)).flatten()
     });
-    let issues = recipe.issues.clone();
     Effective {
         packed: squad_packed || args.data.packed_sequence || values.is_set(packing),
         pad_cu_seqlens: values.on(padding),
@@ -49,7 +48,6 @@ pub fn effective(
         te_rng_tracker: graph.te_rng_tracker,
         values,
         explicit,
-        issues,
         layers,
         max_steps,
     }

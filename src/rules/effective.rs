@@ -50,8 +50,6 @@ pub struct Effective {
     pub family: String,
     pub recipe: String,
     pub gpu: String,
-    /// The recipe's oddities as its file lists them.
-    pub issues: Vec<String>,
     pub num_gpus: i64,
     /// Kind of every layer of the whole model.
     pub layers: Vec<LayerKind>,

@@ -249,14 +249,4 @@ pub const LAYOUT: &[Rule] = &[
                 .or_else(|| when(letters != layers, || format!("model.hybrid_override_pattern has {letters} letters for {layers} layers")))
         },
     },
-    Rule {
-        id: "M13",
-        wrong: "a recipe that contradicts itself as upstream wrote it",
-        remedy: "Choose another recipe (`mbperf recipes list`), or copy this one to a folder, correct it, and use --recipes_dir.",
-        broken: |e| {
-            let vp = e.issues.iter().find(|i| i.as_str() == "vp_conflicts_with_pipeline_layout")?;
-            let untouched = e.args.parallelism.virtual_pipeline_model_parallel_size.is_none() && e.args.general.pipeline_model_parallel_layout.is_none();
-            when(untouched, || format!("{}: {vp}", e.recipe))
-        },
-    },
 ];
