@@ -38,7 +38,10 @@ const fn not_built(name: &'static str, note: &'static str, asked: fn(&Effective)
 pub const FEATURES: &[Feature] = &[
     approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| e.args.mbperf.run_dtype.is_some() && e.args.performance.compute_dtype != "bf16"),
     approximated("pp_order", "the stage's micro-batches run forward and backward one after the other, without transfers", |e| e.pp() > 1),
-    approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| e.values.is_set("model.rope_scaling")),
+    approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
+        let of = e.values.get("model.rope_scaling");
+        !of.is_null() && of.get("type").and_then(serde_json::Value::as_str) != Some("llama3")
+    }),
     approximated("seq_aux_loss", "the balancing loss is over the micro-batch, not by sequence or over all ranks", |e| {
         matches!(e.values.text("model.moe_router_load_balancing_type"), Some("seq_aux_loss" | "global_aux_loss"))
     }),

@@ -2,6 +2,7 @@
 
 use super::{Notice, graphs::Graph, layers};
 use crate::args::{Args, OptimizerChoice, Staging};
+use crate::ops::rope::RopeScaling;
 use crate::config::{
     Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction,
 };
@@ -119,6 +120,7 @@ pub fn config(e: &Effective, recipe: &Recipe, approximations: Vec<String>, not_b
             beta2: float("optimizer.adam_beta2", 0.0),
             eps: float("optimizer.adam_eps", 0.0),
             weight_decay: float("optimizer.weight_decay", 0.0),
+            decay_iters: v.int("scheduler.lr_decay_iters").and_then(|n| usize::try_from(n).ok()).unwrap_or(size(e, "train.train_iters")),
             grad_dtype: if v.on("ddp.grad_reduce_in_fp32") { "fp32".to_owned() } else { "bf16".to_owned() },
         },
         stack_only: args.mbperf.stack_only,
@@ -161,6 +163,7 @@ fn model(e: &Effective) -> Model {
         add_bias_linear: v.on("model.add_bias_linear"),
         rotary_base: v.float("model.rotary_base").unwrap_or(10000.0),
         rotary_percent: v.float("model.rotary_percent").unwrap_or(1.0),
+        rope_scaling: rope_scaling(v),
         tied_embeddings: v.on("model.share_embeddings_and_output_weights"),
         init_method_std: v.float("model.init_method_std").unwrap_or(0.02),
         attention_dropout: v.float("model.attention_dropout").unwrap_or(0.0),
@@ -204,4 +207,17 @@ fn moe(e: &Effective) -> Moe {
         row_bound: own.moe_row_bound,
         expert_gemm: own.expert_gemm,
     }
+}
+
+/// Llama 3.1's frequency scaling. The factors of the blended band are the published configurations' (low 1,
+/// high 4, original context 8192 in every Llama 3.x `config.json`).
+fn rope_scaling(v: &Values) -> Option<RopeScaling> {
+    let of = v.get("model.rope_scaling");
+    let number = |key: &str, unset: f64| of.get(key).and_then(serde_json::Value::as_f64).unwrap_or(unset);
+    (of.get("type").and_then(serde_json::Value::as_str) == Some("llama3")).then(|| RopeScaling {
+        factor: number("factor", 8.0),
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position: number("original_max_position_embeddings", 8192.0),
+    })
 }
