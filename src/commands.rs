@@ -4,7 +4,7 @@ use crate::args::{ArgsError, Command, CompileKernelsArgs, Format, RecipesCommand
 use crate::capture::CaptureError;
 use crate::device::DeviceError;
 use crate::device::cuda::executor::CudaOptions;
-use crate::device::cuda::libraries::{Availability, probe};
+use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, print_list, print_show};
 use crate::report::OutputError;
@@ -54,7 +54,12 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
         Command::Recipes(c) => recipes(c, &mut out),
         Command::Rules => rules(&mut out),
         Command::Ops => compile::list(&mut out),
-        Command::Doctor(a) => doctor::report(a.cuda_path.as_deref(), &mut out).map_err(Into::into),
+        Command::Doctor(a) => {
+            if let Some(path) = &a.cuda_path {
+                set_path(path);
+            }
+            doctor::report(&mut out).map(|_| ()).map_err(Into::into)
+        }
         Command::Selftest(a) => return self_test(a, &mut out),
         Command::CompileKernels(a) => return compile_kernels(a, &mut out),
         Command::Run(_) => Err(DeviceError::internal("a run is no subcommand").into()),
@@ -67,10 +72,13 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
 }
 
 fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
-    if let Availability::NoDriver | Availability::NoDevice | Availability::Unusable(_) = probe(args.cuda_path.as_deref()) {
-        return Err(DeviceError::Unavailable("selftest needs a GPU; `mbperf doctor` says what is missing, `cargo test` checks the rest".into()).into());
+    if let Some(path) = &args.cuda_path {
+        set_path(path);
     }
-    let options = CudaOptions { kernel_cache: args.kernel_cache.clone(), cuda_path: args.cuda_path.clone(), ..Default::default() };
+    if let Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) = probe() {
+        return Err(DeviceError::Unavailable(format!("selftest needs a GPU: {why}; `cargo test` checks what needs none")).into());
+    }
+    let options = CudaOptions { cache_dir: args.kernel_cache.clone(), cuda_path: args.cuda_path.clone(), ..Default::default() };
     Ok(if selftest::run(args, &options, out) { 0 } else { 1 })
 }
 

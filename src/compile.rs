@@ -2,7 +2,8 @@
 //! launch is checked against its signature.
 
 use crate::device::DeviceError;
-use crate::device::cuda::prep::{DevPtr, OfflinePrep};
+use crate::device::cuda::libraries::set_path;
+use crate::device::cuda::prep::OfflinePrep;
 use crate::selftest::cases;
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -22,22 +23,27 @@ pub fn list(out: &mut dyn Write) -> anyhow::Result<()> {
 /// # Errors
 /// NVRTC is missing, or the output cannot be written.
 pub fn run(archs: &[String], cuda_path: Option<&Path>, out: &mut dyn Write) -> anyhow::Result<bool> {
+    if let Some(path) = cuda_path {
+        set_path(path);
+    }
     let mut good = true;
     for arch in archs {
-        let mut offline = OfflinePrep::new(arch, cuda_path)?;
+        let mut offline = OfflinePrep::new(arch)?;
         if !offline.compiles() {
             return Err(DeviceError::Unavailable("NVRTC was not found: no kernel was compiled; give its folder by --cuda_path".into()).into());
         }
         for op in cases::odd() {
-            // Any distinct, aligned addresses do: nothing is launched.
-            let args: Vec<DevPtr> = (1..=op.args().len() as u64).map(|i| DevPtr(i << 32)).collect();
-            if let Err(e) = op.prepare(&mut offline.prep(), &args, DevPtr(1 << 48)) {
+            if let Err(e) = offline.prepare(&*op) {
                 good = false;
                 writeln!(out, "FAILED {arch} {op:?}: {e}")?;
             }
         }
-        for k in offline.compiled() {
-            writeln!(out, "{arch:<8} {:<36} {:>3} registers {:>5} B stack {:>5} B spilled {:>6} B shared  {}", k.entry, k.registers, k.stack_bytes, k.spill_bytes, k.shared_bytes, k.defines)?;
+        for (what, k) in offline.usage() {
+            writeln!(
+                out,
+                "{arch:<8} {:<36} {:>3} registers {:>5} B spilled {:>6} B shared  {what}",
+                k.kernel, k.registers, k.spill_store_bytes, k.shared_bytes
+            )?;
         }
     }
     Ok(good)

@@ -5,11 +5,12 @@ use crate::capture::{self, RunPlan};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
-use crate::device::cuda::libraries::{Availability, probe};
-use crate::device::inject::{Fault, Injected};
-use crate::device::{DeviceError, DeviceInfo, Executor};
+use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::inject::Inject;
+use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::measure::{self, Hooks, Options, Status};
-use crate::overrides::{self, Resolved, impl_name, scope_name};
+use crate::overrides::{self, Resolved};
+use crate::args::{impl_name, scope_name};
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
@@ -162,42 +163,47 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
         warmup_steps: resolved.config.graph.warmup_steps,
         max_steps: resolved.max_steps,
         graph: resolved.config.graph.implementation != GraphImpl::None,
-        aa: own.aa,
+        aa: own.aa.map(|a| match a {
+            crate::args::Arm::Eager => Arm::Eager,
+            crate::args::Arm::Graph => Arm::Graph,
+        }),
         busy: on_gpu,
     }
 }
 
 /// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
 fn choose_device(args: &Args) -> anyhow::Result<bool> {
+    if let Some(path) = &args.mbperf.cuda_path {
+        set_path(path);
+    }
     if args.mbperf.device == DeviceChoice::Cpu {
         return Ok(false);
     }
     let auto = args.mbperf.device == DeviceChoice::Auto;
-    match probe(args.mbperf.cuda_path.as_deref()) {
-        Availability::Ready => Ok(true),
-        Availability::NoDriver | Availability::NoDevice if auto => {
-            eprintln!("no CUDA driver or device: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)");
+    match probe() {
+        Availability::Ready(_) => Ok(true),
+        Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
+            eprintln!("{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)");
             Ok(false)
         }
-        Availability::NoDriver => Err(DeviceError::Unavailable("no CUDA driver (libcuda.so.1) was found; `mbperf doctor` says where it was looked for; --device cpu runs without".into()).into()),
-        Availability::NoDevice => Err(DeviceError::Unavailable("the CUDA driver shows no device; check nvidia-smi and CUDA_VISIBLE_DEVICES; --device cpu runs without".into()).into()),
+        Availability::NoDriver(why) | Availability::NoDevice(why) => {
+            Err(DeviceError::Unavailable(format!("{why}; `mbperf doctor` says where it was looked for; --device cpu runs without")).into())
+        }
         Availability::Unusable(why) => Err(DeviceError::Unavailable(why).into()),
     }
 }
 
-fn faults(args: &Args) -> anyhow::Result<Option<Fault>> {
-    args.mbperf.inject.first().map(|text| text.parse::<Fault>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())).transpose()
+fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
+    args.mbperf.inject.first().map(|text| text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())).transpose()
 }
 
-fn open_device(plan: &RunPlan, args: &Args, on_gpu: bool, fault: Option<Fault>) -> Result<Box<dyn Executor>, DeviceError> {
-    let inner: Box<dyn Executor> = if on_gpu {
-        Box::new(CudaExecutor::new(plan, CudaOptions { kernel_cache: args.mbperf.kernel_cache.clone(), cuda_path: args.mbperf.cuda_path.clone(), ..Default::default() })?)
+fn open_device(plan: &RunPlan, args: &Args, on_gpu: bool, inject: Option<Inject>) -> Result<Box<dyn Executor>, DeviceError> {
+    Ok(if on_gpu {
+        let own = &args.mbperf;
+        let options = CudaOptions { cache_dir: own.kernel_cache.clone(), cuda_path: own.cuda_path.clone(), inject, ..Default::default() };
+        Box::new(CudaExecutor::new(plan, options)?)
     } else {
-        Box::new(CpuExecutor::new(plan.clone(), None)?)
-    };
-    Ok(match fault {
-        Some(fault) => Box::new(Injected::new(inner, fault)),
-        None => inner,
+        Box::new(CpuExecutor::new(plan.clone(), inject, None)?)
     })
 }
 
