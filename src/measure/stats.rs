@@ -196,7 +196,9 @@ mod tests {
         assert_eq!(mean_interval(&[1.0], 0.95), None);
         // Mean 2, standard error 1/sqrt(3), t(2) = 4.3027.
         let plain = mean_interval(&[1.0, 2.0, 3.0], 0.95).unwrap();
-        assert!((plain.value - 2.0).abs() < 1e-12 && (plain.half_width() - 4.3027 / 3f64.sqrt()).abs() < 1e-3);
+        assert!(
+            (plain.value - 2.0).abs() < 1e-12 && (plain.half_width() - 4.3027 / 3f64.sqrt()).abs() < 1e-3
+        );
         // Ten values, one cut at each end: the outlier does not count.
         let mut values: Vec<f64> = (0..10).map(f64::from).collect();
         values[9] = 1e9;
