@@ -377,6 +377,9 @@ fn warm_up_does_not_move_the_result() {
     assert_eq!((few.verdict, many.verdict), (Some(Verdict::Faster), Some(Verdict::Faster)));
 }
 
+/// A kind of noise: its name, and how a seed makes it.
+type Kind = (&'static str, fn(u64) -> Noise);
+
 /// Verdicts of `runs` simulated runs: (faster, slower, equivalent, undecided) and the interval's hits.
 fn rates(runs: u64, ratio: f64, noise: impl Fn(u64) -> Noise) -> ([usize; 4], usize) {
     let (mut counts, mut hits) = ([0; 4], 0);
@@ -398,7 +401,7 @@ fn rates(runs: u64, ratio: f64, noise: impl Fn(u64) -> Noise) -> ([usize; 4], us
 #[test]
 fn equal_arms_are_not_told_apart() {
     const RUNS: u64 = 100;
-    let kinds: [(&str, fn(u64) -> Noise); 3] = [
+    let kinds: [Kind; 3] = [
         ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
         ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
         ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
@@ -422,9 +425,10 @@ fn two_percent_are_found() {
 #[test]
 #[ignore = "the long version of the two tests above; prints rates"]
 fn rates_over_a_thousand_runs() {
-    let kinds: [(&str, fn(u64) -> Noise); 4] = [
+    let kinds: [Kind; 5] = [
         ("white", |seed| Noise::seeded(seed).white(0.005)),
         ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
+        ("slow", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.98)),
         ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
         ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
     ];
