@@ -285,7 +285,6 @@ fn the_summary_is_honest_and_narrow() {
         assert!(text.contains(expected), "{expected} in\n{text}");
     }
     assert!(text.lines().all(|l| l.chars().count() <= 100), "{text}");
-    println!("{text}");
 }
 
 proptest! {
