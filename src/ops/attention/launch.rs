@@ -177,7 +177,7 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
 }
 
 /// Parts that the query heads of a group are split into for dk and dv: a divisor of the group.
-fn dkv_splits(s: &AttnShape) -> usize {
+pub(super) fn dkv_splits(s: &AttnShape) -> usize {
     let group = s.q_heads / s.kv_heads.max(1);
     let blocks = s.kv_len.div_ceil(DKV_SPLIT_ROWS) * s.batch() * s.kv_heads;
     let enough = |n: &usize| group.is_multiple_of(*n) && blocks * n >= DKV_BLOCKS_WANTED;
