@@ -82,7 +82,7 @@ fn layer_counts(input: &ShareInput) -> Result<Vec<usize>, ShareError> {
         }
     } else {
         let total = layers + extra;
-        if total % pp != 0 {
+        if !total.is_multiple_of(pp) {
             let counted = if extra > 0 {
                 format!("{layers} layers + {extra} for embedding and loss")
             } else {
