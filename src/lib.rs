@@ -3,6 +3,7 @@
 pub mod args;
 pub mod capture;
 pub mod commands;
+pub mod compile;
 pub mod config;
 pub mod device;
 pub mod doctor;
@@ -17,6 +18,6 @@ pub mod program;
 pub mod recipe;
 pub mod report;
 pub mod rules;
-#[cfg(any())]
+pub mod run;
 pub mod selftest;
 pub mod workloads;

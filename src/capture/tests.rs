@@ -128,7 +128,7 @@ fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<(Vec<u32>, Vec<(S
 
 fn both_arms(cfg: &RunConfig) {
     let plan = plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
-    let mut executor = CpuExecutor::new(plan, None).unwrap();
+    let mut executor = CpuExecutor::new(plan, None, None).unwrap();
     let eager = three_steps(&mut executor, Arm::Eager).unwrap();
     assert!(eager.0.iter().all(|b| f32::from_bits(*b).is_finite()), "{:?}", eager.0);
     assert_eq!(eager.0.len(), 3);
@@ -163,7 +163,7 @@ fn each_launch_left_out_of_the_graphs_is_noticed() {
     let captured = arm.segments.iter().filter(|s| s.graph.is_some_and(|g| !seen.contains(&g) && { seen.push(g); true })).flat_map(|s| s.launches.clone());
     let mut checked = 0;
     for i in captured.collect::<Vec<_>>() {
-        let mut executor = CpuExecutor::new(plan.clone(), Some(i)).unwrap();
+        let mut executor = CpuExecutor::new(plan.clone(), None, Some(i)).unwrap();
         assert!(matches!(executor.capture(), Err(DeviceError::Unequal(_))), "launch {i} ({}) was not missed", arm.program.launches[i].op.name());
         checked += 1;
     }

@@ -4,6 +4,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod digest;
 pub mod fake;
+pub mod inject;
 
 use serde::Serialize;
 use std::fmt;

@@ -382,11 +382,16 @@ impl Stack<'_> {
     fn overflow_word(&mut self, l: usize) -> BufId {
         let layers = self.share.layers.len();
         let all = self.b.buffer("moe.overflow", DType::I32, &[layers], Lifetime::StepState, Init::Const { value: 0.0 });
-        if self.b.program.faults.is_empty() {
-            let meaning = "more expert rows were received than the buffers hold; raise --moe_row_bound or the rank capacity factor";
-            self.b.program.faults.push((all, meaning.into()));
-        }
         let name = format!("l{l}.moe.overflow");
-        self.b.find(&name).unwrap_or_else(|| self.b.view(&name, all, l, &[1], Init::Inherit, Default::default()))
+        if let Some(id) = self.b.find(&name) {
+            return id;
+        }
+        let id = self.b.view(&name, all, l, &[1], Init::Inherit, Default::default());
+        let meaning = format!(
+            "layer {} received more expert rows than its buffers hold; raise --moe_row_bound or the rank capacity factor",
+            self.share.layers[l].index
+        );
+        self.b.program.faults.push((id, meaning));
+        id
     }
 }

@@ -1,13 +1,22 @@
 //! The CUDA device: everything that calls the driver or a CUDA library.
 
+mod arm;
+mod busy;
+mod capture;
 pub mod context;
+mod cost;
 pub mod disk;
+pub mod executor;
 mod graph;
+mod health;
 pub mod kernels;
+mod lanes;
 pub mod libraries;
 pub mod matmul;
+mod memory;
 pub mod nvrtc;
 pub mod prep;
+mod session;
 pub mod signature;
 mod symbols;
 mod tuner;

@@ -44,6 +44,8 @@ pub const DRIVER: &[&str] = &[
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoH_v2",
     "cuMemcpyHtoD_v2",
+    "cuMemsetD16Async",
+    "cuMemsetD32Async",
     "cuMemsetD8Async",
     "cuModuleGetFunction",
     "cuModuleLoadData",

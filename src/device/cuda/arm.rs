@@ -1,0 +1,150 @@
+//! One arm made ready: every launch prepared, equal ones once, and issued in order.
+
+use super::context::Context;
+use super::graph::Instance;
+use super::lanes::{Dependencies, Lanes};
+use super::memory::Memory;
+use super::prep::{CudaPrep, DevPtr, Issue, OfflinePrep};
+use super::work::Work;
+use crate::capture::ArmPlan;
+use crate::device::DeviceError;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::rc::Rc;
+use std::time::Duration;
+
+/// A launch that only has to be issued, and what it puts on a stream.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    issue: Issue,
+    pub work: Vec<Work>,
+}
+
+/// Launches by op, addresses and workspace: the same one is prepared once for both arms and all layers.
+pub(super) type PreparedCache = HashMap<String, Rc<Prepared>>;
+
+#[derive(Debug)]
+pub(super) struct Arm {
+    pub plan: ArmPlan,
+    pub launches: Vec<Rc<Prepared>>,
+    dependencies: Dependencies,
+}
+
+/// Compiles on all cores what the arms' ops will ask for.
+pub(super) fn warm<'a>(
+    context: &Context,
+    kernels: &mut super::kernels::KernelCache,
+    arms: impl Iterator<Item = &'a ArmPlan>,
+) -> Result<(), DeviceError> {
+    let mut collected = OfflinePrep::collecting(&context.arch(), context.cc, context.sm_count);
+    let mut seen = HashSet::new();
+    for launch in arms.flat_map(|a| &a.program.launches) {
+        if seen.insert(format!("{:?}", launch.op)) {
+            collected.prepare(launch.op.as_ref()).map_err(|e| named(e, launch.op.name()))?;
+        }
+    }
+    kernels.warm(collected.kernels())
+}
+
+fn named(error: DeviceError, op: &str) -> DeviceError {
+    match error {
+        DeviceError::Internal(message) if !message.starts_with(op) => {
+            DeviceError::Internal(format!("{op}: {message}"))
+        }
+        other => super::context::in_phase(other, crate::device::Phase::Prepare, op),
+    }
+}
+
+impl Arm {
+    pub fn prepare(
+        context: &Rc<Context>,
+        prep: &mut CudaPrep,
+        memory: &Memory,
+        plan: &ArmPlan,
+        cache: &mut PreparedCache,
+    ) -> Result<Self, DeviceError> {
+        let covered: usize = plan.segments.iter().map(|s| s.launches.len()).sum();
+        if covered != plan.program.launches.len() {
+            return Err(DeviceError::internal("the segments do not cover the program's launches"));
+        }
+        let mut launches = Vec::with_capacity(covered);
+        for (i, launch) in plan.program.launches.iter().enumerate() {
+            let args: Vec<DevPtr> =
+                launch.args.iter().map(|id| memory.address(plan, *id)).collect::<Result<_, _>>()?;
+            let workspace = memory.workspace(plan, i);
+            let key = format!("{:?} {args:?} {workspace:?}", launch.op);
+            let prepared = match cache.get(&key) {
+                Some(known) => known.clone(),
+                None => {
+                    let issue =
+                        launch.op.prepare(prep, &args, workspace).map_err(|e| named(e, launch.op.name()))?;
+                    let mut work = Vec::new();
+                    issue.list_work(&mut work);
+                    let made = Rc::new(Prepared { issue, work });
+                    cache.insert(key, made.clone());
+                    made
+                }
+            };
+            launches.push(prepared);
+        }
+        Ok(Self { plan: plan.clone(), launches, dependencies: Dependencies::new(context, plan)? })
+    }
+
+    /// Issues the launches of `range` but `omit`; graphs not yet captured count as eager segments
+    /// (`graphed` false). The error names the launch.
+    pub fn issue(
+        &self,
+        range: Range<usize>,
+        lanes: &Lanes,
+        graphed: bool,
+        omit: Option<usize>,
+        waited: &mut Duration,
+    ) -> Result<(), DeviceError> {
+        for i in range {
+            let stream = lanes.of(self.plan.program.launches[i].lane);
+            let issued = self.dependencies.before(i, stream, graphed).and_then(|()| {
+                if omit != Some(i) {
+                    self.launches[i].issue.issue(stream, waited)?;
+                }
+                self.dependencies.after(i, stream)
+            });
+            if let Err(e) = issued {
+                return Err(super::context::in_phase(e, crate::device::Phase::Prepare, &self.place(i)));
+            }
+        }
+        Ok(())
+    }
+
+    /// What to call launch `i` in a message.
+    fn place(&self, i: usize) -> String {
+        let launch = &self.plan.program.launches[i];
+        match launch.layer {
+            Some(layer) => format!("launch {i}, {} in layer {layer}", launch.op.name()),
+            None => format!("launch {i}, {}", launch.op.name()),
+        }
+    }
+
+    /// Issues a whole step on the lanes: graphs where there are some, launches otherwise.
+    pub fn step(&self, lanes: &Lanes, graphs: &[Instance], waited: &mut Duration) -> Result<(), DeviceError> {
+        lanes.fork()?;
+        let graphed = !graphs.is_empty();
+        for segment in &self.plan.segments {
+            match segment.graph.and_then(|g| graphs.get(g)) {
+                Some(instance) => {
+                    lanes.join()?;
+                    instance.launch(lanes.main()).map_err(|e| {
+                        super::context::in_phase(e, crate::device::Phase::Prepare, &segment.label)
+                    })?;
+                    lanes.fork()?;
+                }
+                None => self.issue(segment.launches.clone(), lanes, graphed, None, waited)?,
+            }
+        }
+        lanes.join()
+    }
+
+    /// Kernels, copies and memsets of one step.
+    pub fn work_per_step(&self) -> usize {
+        self.launches.iter().map(|l| l.work.len()).sum()
+    }
+}

@@ -1,0 +1,72 @@
+//! What outlives one executor: the context, loaded kernels and product plans. `selftest` makes hundreds of
+//! executors; opening the device for each would take minutes.
+
+use super::context::Context;
+use super::disk;
+use super::kernels::KernelCache;
+use super::libraries;
+use super::matmul::Matmuls;
+use crate::device::DeviceError;
+use crate::device::inject::Inject;
+use std::cell::RefCell;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+/// How to open the device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CudaOptions {
+    /// Which GPU, as the driver numbers those it shows.
+    pub ordinal: usize,
+    /// `--kernel_cache`: folder for compiled kernels and chosen algorithms; `None`: the default one.
+    pub cache_dir: Option<PathBuf>,
+    /// `--cuda_path`: folder that libraries are looked for in first.
+    pub cuda_path: Option<PathBuf>,
+    /// Times cuBLASLt's candidates; otherwise its own first guess is taken.
+    pub tune: bool,
+    /// `--inject`.
+    pub inject: Option<Inject>,
+    /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
+    pub omit_launch: Option<usize>,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self { ordinal: 0, cache_dir: None, cuda_path: None, tune: true, inject: None, omit_launch: None }
+    }
+}
+
+/// One opened device. Fields are dropped in order: the context last.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub matmuls: RefCell<Matmuls>,
+    pub kernels: RefCell<KernelCache>,
+    pub context: Rc<Context>,
+}
+
+impl Session {
+    /// The thread's session for these options, opened on first use.
+    pub fn open(options: &CudaOptions) -> Result<Rc<Self>, DeviceError> {
+        type Key = (usize, Option<PathBuf>, bool);
+        thread_local! {
+            static OPEN: RefCell<Vec<(Key, Rc<Session>)>> = const { RefCell::new(Vec::new()) };
+        }
+        if let Some(path) = &options.cuda_path {
+            libraries::set_path(path);
+        }
+        let folder = options.cache_dir.clone().or_else(disk::default_folder);
+        let key = (options.ordinal, folder.clone(), options.tune);
+        OPEN.with_borrow_mut(|open| {
+            if let Some((_, session)) = open.iter().find(|(k, _)| *k == key) {
+                return Ok(session.clone());
+            }
+            let context = Context::open(options.ordinal)?;
+            let session = Rc::new(Self {
+                kernels: RefCell::new(KernelCache::online(&context.arch(), folder.clone())?),
+                matmuls: RefCell::new(Matmuls::online(&context, options.tune, folder)?),
+                context,
+            });
+            open.push((key, session.clone()));
+            Ok(session)
+        })
+    }
+}

@@ -1,0 +1,157 @@
+//! Faults on demand (`--inject phase:kind[:n]`), so that the paths of failure are tested on every device.
+
+use super::{DeviceError, Phase};
+use std::str::FromStr;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The driver refuses the call.
+    DriverError,
+    OutOfMemory,
+    /// The step computes something else, or a launch is missing from a graph.
+    WrongResult,
+}
+
+impl Kind {
+    const NAMES: [(&'static str, Kind); 3] = [
+        ("driver_error", Kind::DriverError),
+        ("out_of_memory", Kind::OutOfMemory),
+        ("wrong_result", Kind::WrongResult),
+    ];
+
+    /// What a device returns for it in `phase`.
+    pub fn error(self, phase: Phase) -> DeviceError {
+        let graph = matches!(phase, Phase::Capture | Phase::Instantiate | Phase::Upload);
+        match self {
+            Kind::DriverError if graph => {
+                DeviceError::Capture { phase, message: "an injected driver error".to_owned() }
+            }
+            Kind::DriverError => DeviceError::Driver {
+                call: "an injected call",
+                code: "CUDA_ERROR_UNKNOWN".to_owned(),
+                phase,
+                at: String::new(),
+            },
+            Kind::OutOfMemory => DeviceError::OutOfMemory {
+                phase,
+                what: "an injected fault".to_owned(),
+                need_mib: 1.0,
+                free_mib: 0.0,
+                remedy: "leave out --inject".to_owned(),
+            },
+            Kind::WrongResult => DeviceError::Unequal("an injected wrong result".to_owned()),
+        }
+    }
+}
+
+/// One fault: of `kind`, at the `nth` time (from 1) that `phase` does something.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inject {
+    pub phase: Phase,
+    pub kind: Kind,
+    pub nth: usize,
+    seen: usize,
+}
+
+impl Inject {
+    pub fn new(phase: Phase, kind: Kind, nth: usize) -> Self {
+        Self { phase, kind, nth, seen: 0 }
+    }
+
+    /// Call it wherever `phase` does something. `Some`: the fault happens now.
+    pub fn fire(&mut self, phase: Phase) -> Option<Kind> {
+        if phase != self.phase {
+            return None;
+        }
+        self.seen += 1;
+        (self.seen == self.nth).then_some(self.kind)
+    }
+}
+
+const PHASES: [Phase; 9] = [
+    Phase::Prepare,
+    Phase::Equality,
+    Phase::Warmup,
+    Phase::Capture,
+    Phase::Instantiate,
+    Phase::Upload,
+    Phase::FirstReplay,
+    Phase::Switch,
+    Phase::Steady,
+];
+
+impl FromStr for Inject {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let phases = || PHASES.map(|p| p.to_string()).join(", ");
+        let kinds = || Kind::NAMES.map(|k| k.0).join(", ");
+        let mut parts = text.split(':');
+        let (Some(phase), Some(kind)) = (parts.next(), parts.next()) else {
+            return Err(format!("{text:?} is not phase:kind[:n]; phases: {}; kinds: {}", phases(), kinds()));
+        };
+        let phase = PHASES
+            .into_iter()
+            .find(|p| p.to_string() == phase)
+            .ok_or_else(|| format!("no phase {phase:?}; there are {}", phases()))?;
+        let kind = Kind::NAMES
+            .into_iter()
+            .find(|k| k.0 == kind)
+            .ok_or_else(|| format!("no kind {kind:?}; there are {}", kinds()))?
+            .1;
+        let nth = match parts.next() {
+            None => 1,
+            Some(n) => {
+                n.parse().ok().filter(|n| *n > 0).ok_or_else(|| format!("{n:?} is no count from 1 on"))?
+            }
+        };
+        if let Some(more) = parts.next() {
+            return Err(format!("{more:?} is one part too many in {text:?}"));
+        }
+        Ok(Self::new(phase, kind, nth))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn faults_are_read_and_fire_once() {
+        let mut fault: Inject = "capture:out_of_memory:2".parse().unwrap();
+        assert_eq!(fault.fire(Phase::Capture), None);
+        assert_eq!(fault.fire(Phase::Steady), None);
+        assert_eq!(fault.fire(Phase::Capture), Some(Kind::OutOfMemory));
+        assert_eq!(fault.fire(Phase::Capture), None);
+        assert_eq!("steady:wrong_result".parse(), Ok(Inject::new(Phase::Steady, Kind::WrongResult, 1)));
+    }
+
+    #[test]
+    fn mistakes_are_told() {
+        for (text, part) in [
+            ("capture", "phase:kind"),
+            ("nowhere:driver_error", "nowhere"),
+            ("capture:fire", "driver_error"),
+            ("capture:driver_error:0", "count"),
+            ("capture:driver_error:1:2", "too many"),
+        ] {
+            let error = text.parse::<Inject>().unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn errors_carry_the_exit_code_of_their_phase() {
+        assert!(matches!(Kind::DriverError.error(Phase::Capture), DeviceError::Capture { .. }));
+        assert!(matches!(Kind::DriverError.error(Phase::Steady), DeviceError::Driver { .. }));
+        assert!(matches!(Kind::OutOfMemory.error(Phase::Upload), DeviceError::OutOfMemory { .. }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_without_panic(text in ".{0,40}") {
+            let _ = text.parse::<Inject>();
+        }
+    }
+}
