@@ -11,7 +11,6 @@ pub mod dryrun;
 pub mod dump;
 pub mod features;
 pub mod keys;
-pub mod layout;
 pub mod measure;
 pub mod ops;
 pub mod overrides;

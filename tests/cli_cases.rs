@@ -8,15 +8,19 @@ use std::collections::BTreeMap;
 
 /// Rows of the table by column name.
 fn rows() -> Vec<BTreeMap<&'static str, &'static str>> {
-    let mut lines = include_str!("data/cli_cases.tsv").lines().filter(|l| !l.trim().is_empty() && !l.starts_with('#'));
+    let mut lines =
+        include_str!("data/cli_cases.tsv").lines().filter(|l| !l.trim().is_empty() && !l.starts_with('#'));
     let header: Vec<&str> = lines.next().unwrap().split('\t').collect();
     lines.map(|l| header.iter().copied().zip(l.split('\t')).collect()).collect()
 }
 
 /// What differs from the row, if anything.
 fn differs(row: &BTreeMap<&str, &str>) -> Option<String> {
-    let env: BTreeMap<String, String> =
-        shell_words(row["env"]).iter().filter_map(|w| w.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned())).collect();
+    let env: BTreeMap<String, String> = shell_words(row["env"])
+        .iter()
+        .filter_map(|w| w.split_once('='))
+        .map(|(k, v)| (k.to_owned(), v.to_owned()))
+        .collect();
     let got = outcome(row["args"], &env);
     if row["expect"] == "error" {
         return match got {
@@ -30,13 +34,22 @@ fn differs(row: &BTreeMap<&str, &str>) -> Option<String> {
         Outcome::Error { message, .. } => return Some(message),
     };
     let head = mbperf::overrides::dryrun_head(&resolved);
-    let mut wanted: Vec<&str> = if row["scope"] == "whole_layer" { vec![] } else { row["scope"].split(',').filter(|s| !s.is_empty()).collect() };
-    let mut scope: Vec<&str> = head["cuda_graph_scope"].as_array().unwrap().iter().filter_map(|v| v.as_str()).collect();
+    let mut wanted: Vec<&str> = if row["scope"] == "whole_layer" {
+        vec![]
+    } else {
+        row["scope"].split(',').filter(|s| !s.is_empty()).collect()
+    };
+    let mut scope: Vec<&str> =
+        head["cuda_graph_scope"].as_array().unwrap().iter().filter_map(|v| v.as_str()).collect();
     wanted.sort_unstable();
     scope.sort_unstable();
     let notices: Vec<&str> = resolved.notices.iter().map(|n| n.id).collect();
-    let lacking: Vec<&str> = row["warnings"].split([',', ' ']).filter(|w| !w.is_empty() && !notices.contains(w)).collect();
-    if head["cuda_graph_impl"] != row["impl"] || scope != wanted || head["te_rng_tracker"] != (row["rng"] == "on") {
+    let lacking: Vec<&str> =
+        row["warnings"].split([',', ' ']).filter(|w| !w.is_empty() && !notices.contains(w)).collect();
+    if head["cuda_graph_impl"] != row["impl"]
+        || scope != wanted
+        || head["te_rng_tracker"] != (row["rng"] == "on")
+    {
         return Some(format!("{} {scope:?} {}", head["cuda_graph_impl"], head["te_rng_tracker"]));
     }
     (!lacking.is_empty()).then(|| format!("notices {notices:?} lack {lacking:?}"))
@@ -46,7 +59,8 @@ fn differs(row: &BTreeMap<&str, &str>) -> Option<String> {
 fn every_row_holds() {
     let rows = rows();
     assert_eq!(rows.len(), 75);
-    let bad: Vec<String> = rows.iter().filter_map(|r| differs(r).map(|d| format!("{} {}: {d}", r["id"], r["args"]))).collect();
+    let bad: Vec<String> =
+        rows.iter().filter_map(|r| differs(r).map(|d| format!("{} {}: {d}", r["id"], r["args"]))).collect();
     assert!(bad.is_empty(), "{} rows fail:\n{}", bad.len(), bad.join("\n"));
 }
 
@@ -54,7 +68,11 @@ fn every_row_holds() {
 #[test]
 fn refusals_name_the_rule_of_the_row() {
     for row in rows().iter().filter(|r| r["expect"] == "error") {
-        let env = shell_words(row["env"]).iter().filter_map(|w| w.split_once('=')).map(|(k, v)| (k.to_owned(), v.to_owned())).collect();
+        let env = shell_words(row["env"])
+            .iter()
+            .filter_map(|w| w.split_once('='))
+            .map(|(k, v)| (k.to_owned(), v.to_owned()))
+            .collect();
         if let Outcome::Error { rule: Some(rule), message } = outcome(row["args"], &env) {
             let bare = rule.trim_end_matches('b');
             // R45 is how a packed batch is refused before the replay that upstream's R58 fails at.
@@ -64,11 +82,17 @@ fn refusals_name_the_rule_of_the_row() {
     }
 }
 
-/// Every recipe resolves as it is; only those whose file lists an impossible layout are refused.
+/// Every recipe resolves as it is; only those with an impossible layout or graph setting are refused.
 #[test]
 fn every_recipe_resolves_or_is_known_to_be_odd() {
-    let impossible = ["expert_grid_does_not_fit", "gbs_not_multiple_of_mbs_times_dp", "vp_conflicts_with_pipeline_layout"];
-    let (mut wrong, mut refused) = (Vec::new(), 0);
+    let impossible = [
+        "expert_grid_does_not_fit",
+        "gbs_not_multiple_of_mbs_times_dp",
+        "vp_conflicts_with_pipeline_layout",
+        // Upstream's deprecated flag captures whole layers of a dropless MoE there.
+        "impl_none_but_external_cuda_graph_set",
+    ];
+    let (mut wrong, mut odd, mut unsplit) = (Vec::new(), 0, 0);
     // -c has no fp8_ds: that recipe is reachable by its variant only.
     for recipe in catalogue().recipes().iter().filter(|r| r.dtype != "fp8_ds") {
         let variant = recipe.variant.as_ref().map(|v| format!("-cv {v}")).unwrap_or_default();
@@ -76,14 +100,22 @@ fn every_recipe_resolves_or_is_known_to_be_odd() {
             "-m {} -mr {} -g {} -c {} --task {} -ng {} {variant}",
             recipe.family, recipe.model, recipe.gpu, recipe.dtype, recipe.task, recipe.num_gpus
         );
-        let odd = recipe.issues.iter().any(|i| impossible.contains(&i.as_str()));
+        let stated = recipe.issues.iter().any(|i| impossible.contains(&i.as_str()));
         match outcome(&line, &BTreeMap::new()) {
-            Outcome::Error { rule, message } if !odd => wrong.push(format!("{} {rule:?}: {message}", recipe.function)),
-            Outcome::Ok(_) if odd => wrong.push(format!("{} should be refused", recipe.function)),
-            Outcome::Error { .. } => refused += 1,
+            Outcome::Error { .. } if stated => odd += 1,
+            // Vision-language recipes of the text model's pipeline size without its counting of embedding and loss.
+            Outcome::Error { message, .. }
+                if recipe.family == "qwen_vl" && message.contains("do not fill the pipeline") =>
+            {
+                unsplit += 1
+            }
+            Outcome::Error { rule, message } => {
+                wrong.push(format!("{} {rule:?}: {message}", recipe.function))
+            }
+            Outcome::Ok(_) if stated => wrong.push(format!("{} should be refused", recipe.function)),
             Outcome::Ok(_) => {}
         }
     }
     assert!(wrong.is_empty(), "{} recipes:\n{}", wrong.len(), wrong.join("\n"));
-    assert_eq!(refused, 17);
+    assert_eq!((odd, unsplit), (18, 11));
 }

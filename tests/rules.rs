@@ -16,7 +16,8 @@ const TE: &str = "--cuda_graph_impl transformer_engine --cuda_graph_scope";
 const FULL: &str = "--cuda_graph_impl local --cuda_graph_scope full_iteration";
 const DROP: &str = "--use_tokendrop true model.moe_token_dispatcher_type=alltoall";
 const EXPANDABLE: &[(&str, &str)] = &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")];
-const FIXED: &[(&str, &str)] = &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), ("NCCL_GRAPH_REGISTER", "0")];
+const FIXED: &[(&str, &str)] =
+    &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), ("NCCL_GRAPH_REGISTER", "0")];
 
 /// Rule, model, what breaks it, what keeps it.
 type Pair = (&'static str, &'static str, String, String);
@@ -47,10 +48,14 @@ fn pairs() -> Vec<Pair> {
         pair("M09", LLAMA, "-ep 2", "-ep 1"),
         pair("M09", QWEN, "--num_moe_experts 120", "--num_moe_experts 64"),
         pair("M10", LLAMA, "-sl 1023", "-sl 1024"),
-        pair("M11", LLAMA, "-pp 2 -cp 1 -ng 8 --num_layers 31", "-pp 2 -cp 1 -ng 8 --num_layers 32"),
+        pair("M11", LLAMA, "-vp 2", "-vp 2 -pp 2 -cp 1"),
         pair("M11", LLAMA, "--pp_rank 1", "--pp_rank 0"),
-        pair("M11", LLAMA, "-pp 2 -cp 1 --pipeline_model_parallel_layout Et|t", "-pp 2 -cp 1 --pipeline_model_parallel_layout Et*16|t*16L"),
-        pair("M12", HYBRID, "model.hybrid_override_pattern=M-", "model.hybrid_override_pattern=M- --num_layers 2"),
+        pair(
+            "M12",
+            HYBRID,
+            "model.hybrid_override_pattern=M-",
+            "model.hybrid_override_pattern=M- --num_layers 2",
+        ),
         pair("M20", LLAMA, "--aa graph", "--aa eager"),
         pair("M20", LLAMA, format!("--graph_staging none {FULL}"), format!("--graph_staging none {TE} attn")),
         pair("M21", LLAMA, "--moe_routing balanced", "--moe_routing recipe"),
@@ -60,7 +65,12 @@ fn pairs() -> Vec<Pair> {
         pair("R13", LLAMA, "--cuda_graph_impl local --cuda_graph_scope mlp", FULL),
         pair("R16", LLAMA, "-rl 2 --recompute_modules mlp", "-rl 2"),
         pair("R19", QWEN, "--use_tokendrop true", DROP),
-        pair("R19", QWEN, format!("{DROP} model.moe_router_load_balancing_type=sinkhorn"), format!("{DROP} model.moe_router_load_balancing_type=none")),
+        pair(
+            "R19",
+            QWEN,
+            format!("{DROP} model.moe_router_load_balancing_type=sinkhorn"),
+            format!("{DROP} model.moe_router_load_balancing_type=none"),
+        ),
         pair("R25", LLAMA, format!("{TE} attn -ol 1"), format!("{TE} attn -ol 0")),
         pair("R25", LLAMA, format!("{FULL} -ol 1"), "--cuda_graph_impl none -ol 1"),
         pair("R25b", LLAMA, "-ol 32", "-ol 31"),
@@ -70,35 +80,134 @@ fn pairs() -> Vec<Pair> {
         pair("R29", QWEN, format!("{TE} mlp"), format!("{TE} attn")),
         pair("R29", QWEN, format!("{TE} mlp"), format!("{TE} mlp --first_k_dense_replace 1")),
         pair("R30", QWEN, format!("{TE} moe"), format!("{DROP} {TE} moe")),
-        pair("R30b", QWEN, "model.moe_pad_expert_input_to_capacity=true", "model.moe_pad_expert_input_to_capacity=true model.moe_expert_capacity_factor=1.0"),
-        pair("R31", QWEN, format!("{TE} moe_router,moe_preprocess model.moe_token_dispatcher_type=alltoall model.moe_expert_capacity_factor=1.0"),
-             format!("{TE} moe_router model.moe_token_dispatcher_type=alltoall model.moe_expert_capacity_factor=1.0")),
-        pair("R31", QWEN, format!("{TE} moe_router,moe_preprocess model.moe_token_dispatcher_type=alltoall model.moe_router_padding_for_quantization=true"),
-             format!("{TE} moe_router,moe_preprocess model.moe_token_dispatcher_type=alltoall")),
+        pair(
+            "R30b",
+            QWEN,
+            "model.moe_pad_expert_input_to_capacity=true",
+            "model.moe_pad_expert_input_to_capacity=true model.moe_expert_capacity_factor=1.0",
+        ),
+        pair(
+            "R31",
+            QWEN,
+            format!(
+                "{TE} moe_router,moe_preprocess model.moe_token_dispatcher_type=alltoall model.moe_expert_capacity_factor=1.0"
+            ),
+            format!(
+                "{TE} moe_router model.moe_token_dispatcher_type=alltoall model.moe_expert_capacity_factor=1.0"
+            ),
+        ),
+        pair(
+            "R31",
+            QWEN,
+            format!(
+                "{TE} moe_router,moe_preprocess model.moe_token_dispatcher_type=alltoall model.moe_router_padding_for_quantization=true"
+            ),
+            format!("{TE} moe_router,moe_preprocess model.moe_token_dispatcher_type=alltoall"),
+        ),
         pair("R33", LLAMA, format!("{TE} attn -rl 2"), format!("{FULL} -rl 2")),
-        pair("R34", QWEN, format!("{TE} moe_router --recompute_modules moe"), format!("{TE} attn --recompute_modules moe")),
-        pair("R35", LLAMA, format!("{TE} attn --recompute_modules core_attn model.attention_dropout=0.1"), format!("{TE} mlp --recompute_modules core_attn model.attention_dropout=0.1")),
-        pair("R36", LLAMA, format!("{TE} mlp --recompute_modules mlp model.hidden_dropout=0.1"), format!("{TE} attn --recompute_modules mlp model.hidden_dropout=0.1")),
-        pair("R37", QWEN, format!("{DROP} {TE} moe --recompute_modules moe model.moe_input_jitter_eps=0.01"), format!("{DROP} {TE} moe --recompute_modules moe")),
+        pair(
+            "R34",
+            QWEN,
+            format!("{TE} moe_router --recompute_modules moe"),
+            format!("{TE} attn --recompute_modules moe"),
+        ),
+        pair(
+            "R35",
+            LLAMA,
+            format!("{TE} attn --recompute_modules core_attn model.attention_dropout=0.1"),
+            format!("{TE} mlp --recompute_modules core_attn model.attention_dropout=0.1"),
+        ),
+        pair(
+            "R36",
+            LLAMA,
+            format!("{TE} mlp --recompute_modules mlp model.hidden_dropout=0.1"),
+            format!("{TE} attn --recompute_modules mlp model.hidden_dropout=0.1"),
+        ),
+        pair(
+            "R37",
+            QWEN,
+            format!("{DROP} {TE} moe --recompute_modules moe model.moe_input_jitter_eps=0.01"),
+            format!("{DROP} {TE} moe --recompute_modules moe"),
+        ),
         pair("R38", LLAMA, "--recompute_modules mlpp", "--recompute_modules mlp"),
         pair("R38", LLAMA, "--recompute_modules mla_up_proj", "--recompute_modules core_attn"),
-        pair("R39", LLAMA, format!("{FULL} rerun_state_machine.check_for_nan_in_loss=true"), format!("{TE} attn rerun_state_machine.check_for_nan_in_loss=true")),
-        pair("R40", LLAMA, format!("{FULL} ddp.check_for_nan_in_grad=true"), format!("{FULL} ddp.check_for_nan_in_grad=false")),
-        pair("R41", LLAMA, "model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[attn]",
-             "model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[attn] model.use_te_rng_tracker=true"),
-        pair("R42", DEEPSEEK, format!("{TE} mlp --moe_a2a_overlap true"), format!("{TE} attn --moe_a2a_overlap true")),
+        pair(
+            "R39",
+            LLAMA,
+            format!("{FULL} rerun_state_machine.check_for_nan_in_loss=true"),
+            format!("{TE} attn rerun_state_machine.check_for_nan_in_loss=true"),
+        ),
+        pair(
+            "R40",
+            LLAMA,
+            format!("{FULL} ddp.check_for_nan_in_grad=true"),
+            format!("{FULL} ddp.check_for_nan_in_grad=false"),
+        ),
+        pair(
+            "R41",
+            LLAMA,
+            "model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[attn]",
+            "model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[attn] model.use_te_rng_tracker=true",
+        ),
+        pair(
+            "R42",
+            DEEPSEEK,
+            format!("{TE} mlp --moe_a2a_overlap true"),
+            format!("{TE} attn --moe_a2a_overlap true"),
+        ),
         pair("R42b", LLAMA, "--moe_a2a_overlap true", "--moe_a2a_overlap false"),
-        pair("R42b", QWEN, "--moe_a2a_overlap true --recompute_modules moe --cuda_graph_impl none", "--moe_a2a_overlap true --recompute_modules moe_act --cuda_graph_impl none"),
-        pair("R43", QWEN, "comm_overlap.delay_wgrad_compute=true", "comm_overlap.delay_wgrad_compute=true comm_overlap.overlap_moe_expert_parallel_comm=true"),
-        pair("R44", QWEN, format!("{TE} attn --moe_a2a_overlap true model.gradient_accumulation_fusion=false"), format!("{TE} attn --moe_a2a_overlap true")),
-        pair("R44", QWEN, format!("{TE} attn --moe_a2a_overlap true model.add_qkv_bias=true"), format!("{TE} moe_router --moe_a2a_overlap true model.add_qkv_bias=true")),
+        pair(
+            "R42b",
+            QWEN,
+            "--moe_a2a_overlap true --recompute_modules moe --cuda_graph_impl none",
+            "--moe_a2a_overlap true --recompute_modules moe_act --cuda_graph_impl none",
+        ),
+        pair(
+            "R43",
+            QWEN,
+            "comm_overlap.delay_wgrad_compute=true",
+            "comm_overlap.delay_wgrad_compute=true comm_overlap.overlap_moe_expert_parallel_comm=true",
+        ),
+        pair(
+            "R44",
+            QWEN,
+            format!("{TE} attn --moe_a2a_overlap true model.gradient_accumulation_fusion=false"),
+            format!("{TE} attn --moe_a2a_overlap true"),
+        ),
+        pair(
+            "R44",
+            QWEN,
+            format!("{TE} attn --moe_a2a_overlap true model.add_qkv_bias=true"),
+            format!("{TE} moe_router --moe_a2a_overlap true model.add_qkv_bias=true"),
+        ),
         pair("R45", LLAMA, format!("{TE} attn --packed_sequence"), format!("{TE} mlp --packed_sequence")),
-        pair("R46", QWEN, format!("{TE} moe_router --data squad_packed"), format!("{TE} attn --data squad_packed")),
-        pair("R48", LLAMA, format!("{FULL} model.fine_grained_activation_offloading=true"),
-             format!("{FULL} model.fine_grained_activation_offloading=true model.fine_grained_offloading_max_inflight_offloads=2")),
-        pair("R49", QWEN, format!("{TE} attn --moe_a2a_overlap true --use_megatron_fsdp true"), format!("{TE} attn --use_megatron_fsdp true")),
+        pair(
+            "R46",
+            QWEN,
+            format!("{TE} moe_router --data squad_packed"),
+            format!("{TE} attn --data squad_packed"),
+        ),
+        pair(
+            "R48",
+            LLAMA,
+            format!("{FULL} model.fine_grained_activation_offloading=true"),
+            format!(
+                "{FULL} model.fine_grained_activation_offloading=true model.fine_grained_offloading_max_inflight_offloads=2"
+            ),
+        ),
+        pair(
+            "R49",
+            QWEN,
+            format!("{TE} attn --moe_a2a_overlap true --use_megatron_fsdp true"),
+            format!("{TE} attn --use_megatron_fsdp true"),
+        ),
         pair("R56", LLAMA, format!("{TE} attn -ms 4"), format!("{TE} attn -ms 5")),
-        pair("R56", LLAMA, format!("{TE} attn model.cuda_graph_warmup_steps=-1"), format!("{TE} attn model.cuda_graph_warmup_steps=0")),
+        pair(
+            "R56",
+            LLAMA,
+            format!("{TE} attn model.cuda_graph_warmup_steps=-1"),
+            format!("{TE} attn model.cuda_graph_warmup_steps=0"),
+        ),
         pair("R57", LLAMA, format!("{TE} mamba"), format!("{TE} mamba,attn")),
         pair("R63", QWEN, FULL, format!("{DROP} {FULL}")),
         pair("R63", QWEN, FULL, format!("{FULL} model.moe_expert_rank_capacity_factor=1.5")),
@@ -106,7 +215,10 @@ fn pairs() -> Vec<Pair> {
 }
 
 fn judged(model: &str, rest: &str, env: &[(&str, &str)]) -> Outcome {
-    outcome(&format!("{model} {rest}"), &env.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect())
+    outcome(
+        &format!("{model} {rest}"),
+        &env.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
+    )
 }
 
 #[test]
@@ -127,6 +239,21 @@ fn every_rule_is_broken_and_kept() {
     }
     let without: Vec<&str> = rules().map(|r| r.id).filter(|id| !seen.contains(id)).collect();
     assert!(without.is_empty(), "rules without a pair: {without:?}");
+}
+
+/// What the split over ranks refuses, beyond the table.
+#[test]
+fn impossible_splits_are_refused() {
+    for (broken, kept) in [
+        ("-pp 2 -cp 1 --num_layers 31", "-pp 2 -cp 1 --num_layers 32"),
+        (
+            "-pp 2 -cp 1 --pipeline_model_parallel_layout Et|t",
+            "-pp 2 -cp 1 --pipeline_model_parallel_layout Et*16|t*16L",
+        ),
+    ] {
+        assert!(matches!(judged(LLAMA, broken, &[]), Outcome::Error { .. }), "{broken}");
+        assert!(matches!(judged(LLAMA, kept, &[]), Outcome::Ok(_)), "{kept}");
+    }
 }
 
 #[test]
@@ -157,8 +284,10 @@ fn every_subset_of_scopes_is_judged() {
     for model in [LLAMA, QWEN, HYBRID] {
         for implementation in ["none", "local", "transformer_engine"] {
             for subset in 1u32..1 << names.len() {
-                let scope: Vec<&str> = (0..names.len()).filter(|i| subset >> i & 1 == 1).map(|i| names[i]).collect();
-                let rest = format!("--cuda_graph_impl {implementation} --cuda_graph_scope {}", scope.join(","));
+                let scope: Vec<&str> =
+                    (0..names.len()).filter(|i| subset >> i & 1 == 1).map(|i| names[i]).collect();
+                let rest =
+                    format!("--cuda_graph_impl {implementation} --cuda_graph_scope {}", scope.join(","));
                 match judged(model, &rest, &[]) {
                     Outcome::Ok(_) => *legal.entry((model, implementation)).or_default() += 1,
                     Outcome::Error { rule, message } => {
@@ -172,14 +301,21 @@ fn every_subset_of_scopes_is_judged() {
     // by layer {attn,mlp} x {mamba or not} (not mamba alone), {attn} x {-, router, router+preprocess} x {mamba}
     // without nothing and mamba alone, and all of {attn,mlp,mamba}.
     let expected = BTreeMap::from([
-        ((LLAMA, "none"), 127), ((LLAMA, "local"), 1), ((LLAMA, "transformer_engine"), 6),
-        ((QWEN, "none"), 127), ((QWEN, "transformer_engine"), 10),
-        ((HYBRID, "none"), 127), ((HYBRID, "local"), 1), ((HYBRID, "transformer_engine"), 7),
+        ((LLAMA, "none"), 127),
+        ((LLAMA, "local"), 1),
+        ((LLAMA, "transformer_engine"), 6),
+        ((QWEN, "none"), 127),
+        ((QWEN, "transformer_engine"), 10),
+        ((HYBRID, "none"), 127),
+        ((HYBRID, "local"), 1),
+        ((HYBRID, "transformer_engine"), 7),
     ]);
     assert_eq!(legal, expected);
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     /// Whatever is typed, an answer comes back.
     #[test]
     fn no_command_line_panics(words in prop::collection::vec(prop_oneof![

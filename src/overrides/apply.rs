@@ -8,7 +8,13 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// Applies every flag that sets a setting (R15 to R21), and what follows from flags and overrides together.
-pub fn flags(args: &Args, recipe: &Recipe, values: &mut Values, explicit: &BTreeSet<String>, notices: &mut Vec<Notice>) {
+pub fn flags(
+    args: &Args,
+    recipe: &Recipe,
+    values: &mut Values,
+    explicit: &BTreeSet<String>,
+    notices: &mut Vec<Notice>,
+) {
     shape(args, recipe, values, explicit, notices);
     experts(args, values, notices);
     recompute_and_offload(args, values);
@@ -24,32 +30,54 @@ pub fn flags(args: &Args, recipe: &Recipe, values: &mut Values, explicit: &BTree
     if warmup != defaults::WARMUP_ITERS || !explicit.contains("scheduler.lr_warmup_iters") {
         set("scheduler.lr_warmup_iters", Some(json!(warmup)));
     }
-    let optimizer = perf.optimizer_type.as_deref().map(|t| json!(if t == "muon" { "dist_muon" } else { "adam" }));
+    let optimizer =
+        perf.optimizer_type.as_deref().map(|t| json!(if t == "muon" { "dist_muon" } else { "adam" }));
     set("optimizer.optimizer", optimizer);
     set("ddp.use_megatron_fsdp", perf.use_megatron_fsdp.map(Value::from));
     set("ddp.nccl_ub", perf.nccl_ub.map(Value::from));
     set("ddp.grad_reduce_in_fp32", args.mbperf.grad_dtype.map(|d| json!(d == GradDtype::Fp32)));
     // R15: the harness switches these off for every run; only an explicit override has them on.
-    for key in ["rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad", "ddp.check_for_large_grads"] {
+    for key in [
+        "rerun_state_machine.check_for_nan_in_loss",
+        "ddp.check_for_nan_in_grad",
+        "ddp.check_for_large_grads",
+    ] {
         if !explicit.contains(key) {
             values.set(key, false);
         }
     }
     let spoken = [
-        (perf.deterministic, "deterministic_always", "--deterministic: every op here gives the same bits in every run anyway"),
+        (
+            perf.deterministic,
+            "deterministic_always",
+            "--deterministic: every op here gives the same bits in every run anyway",
+        ),
         (args.logging.dump_env, "dump_env_always", "--dump_env: the run file holds the environment anyway"),
-        (args.scope_repeated, "scope_repeated", "--cuda_graph_scope was given more than once: the last one is in force"),
+        (
+            args.scope_repeated,
+            "scope_repeated",
+            "--cuda_graph_scope was given more than once: the last one is in force",
+        ),
     ];
     for (_, id, text) in spoken.into_iter().filter(|(said, ..)| *said) {
         notices.push(Notice::new(id, text));
     }
     if args.mbperf.optimizer == OptimizerChoice::None && perf.optimizer_type.is_some() {
-        notices.push(Notice::new("optimizer_left_out", "--optimizer none: the step ends before the optimizer that --optimizer_type names"));
+        notices.push(Notice::new(
+            "optimizer_left_out",
+            "--optimizer none: the step ends before the optimizer that --optimizer_type names",
+        ));
     }
 }
 
 /// Model shape, batch and parallel layout.
-fn shape(args: &Args, recipe: &Recipe, values: &mut Values, explicit: &BTreeSet<String>, notices: &mut Vec<Notice>) {
+fn shape(
+    args: &Args,
+    recipe: &Recipe,
+    values: &mut Values,
+    explicit: &BTreeSet<String>,
+    notices: &mut Vec<Notice>,
+) {
     let (general, training, parallel) = (&args.general, &args.training, &args.parallelism);
     let before = values.int("model.num_layers");
     let numbers = [
@@ -80,32 +108,52 @@ fn shape(args: &Args, recipe: &Recipe, values: &mut Values, explicit: &BTreeSet<
             _ => {}
         }
     }
-    if let Some(vp) = parallel.virtual_pipeline_model_parallel_size.as_ref().filter(|v| v.value() != Some(&-1)) {
+    if let Some(vp) =
+        parallel.virtual_pipeline_model_parallel_size.as_ref().filter(|v| v.value() != Some(&-1))
+    {
         values.set("model.virtual_pipeline_model_parallel_size", vp.value().copied());
     }
     if let Some(et) = &parallel.expert_tensor_parallel_size {
         values.set("model.expert_tensor_parallel_size", et.value().copied());
     }
     if let Some(layout) = &general.pipeline_model_parallel_layout {
-        values.set("model.pipeline_model_parallel_layout", if layout == "None" { Value::Null } else { json!(layout) });
+        values.set(
+            "model.pipeline_model_parallel_layout",
+            if layout == "None" { Value::Null } else { json!(layout) },
+        );
     }
     // The harness ties sequence parallelism to tensor parallelism.
     if parallel.tensor_model_parallel_size.is_some() && !explicit.contains("model.sequence_parallel") {
-        values.set("model.sequence_parallel", values.int("model.tensor_model_parallel_size").unwrap_or(1) > 1);
+        values
+            .set("model.sequence_parallel", values.int("model.tensor_model_parallel_size").unwrap_or(1) > 1);
     }
     layers::adapt(args, values, explicit, before, notices);
     scale_batch(args, recipe, values, explicit, notices);
 }
 
 /// `-ng` unlike the recipe's without `-gb`: the global batch scales with the data-parallel ranks, as upstream.
-fn scale_batch(args: &Args, recipe: &Recipe, values: &mut Values, explicit: &BTreeSet<String>, notices: &mut Vec<Notice>) {
+fn scale_batch(
+    args: &Args,
+    recipe: &Recipe,
+    values: &mut Values,
+    explicit: &BTreeSet<String>,
+    notices: &mut Vec<Notice>,
+) {
     let given = args.training.global_batch_size.is_some() || explicit.contains("train.global_batch_size");
-    let Some(num_gpus) = args.general.num_gpus.filter(|n| !given && usize::try_from(*n) != Ok(recipe.num_gpus)) else { return };
+    let Some(num_gpus) =
+        args.general.num_gpus.filter(|n| !given && usize::try_from(*n) != Ok(recipe.num_gpus))
+    else {
+        return;
+    };
     let ranks = |v: &Values| {
-        ["model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "model.context_parallel_size"]
-            .into_iter()
-            .map(|k| i128::from(v.int(k).unwrap_or(1).max(1)))
-            .product::<i128>()
+        [
+            "model.tensor_model_parallel_size",
+            "model.pipeline_model_parallel_size",
+            "model.context_parallel_size",
+        ]
+        .into_iter()
+        .map(|k| i128::from(v.int(k).unwrap_or(1).max(1)))
+        .product::<i128>()
     };
     let old_dp = (recipe.num_gpus as i128 / ranks(&Values(recipe.values.clone()))).max(1);
     let new_dp = i128::from(num_gpus.max(0)) / ranks(values);
@@ -113,7 +161,10 @@ fn scale_batch(args: &Args, recipe: &Recipe, values: &mut Values, explicit: &BTr
     let scaled = i64::try_from(old * new_dp / old_dp).unwrap_or(i64::MAX);
     if new_dp > 0 && i128::from(scaled) != old {
         values.set("train.global_batch_size", scaled);
-        let text = format!("-ng {num_gpus} in place of the recipe's {}: global batch {old} becomes {scaled} (dp {old_dp} to {new_dp})", recipe.num_gpus);
+        let text = format!(
+            "-ng {num_gpus} in place of the recipe's {}: global batch {old} becomes {scaled} (dp {old_dp} to {new_dp})",
+            recipe.num_gpus
+        );
         notices.push(Notice::new("global_batch_scaled", text));
     }
 }
@@ -146,7 +197,10 @@ fn experts(args: &Args, values: &mut Values, notices: &mut Vec<Notice>) {
     }
     match perf.use_tokendrop {
         Some(true) if !moe => {
-            notices.push(Notice::new("tokendrop_ignored", "--use_tokendrop true: the model has no experts, so no token is dropped"));
+            notices.push(Notice::new(
+                "tokendrop_ignored",
+                "--use_tokendrop true: the model has no experts, so no token is dropped",
+            ));
         }
         Some(true) => {
             values.set("model.moe_expert_capacity_factor", 1.0);

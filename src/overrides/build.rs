@@ -1,12 +1,13 @@
 //! Settings to the structs that are judged and run.
 
-use super::{Notice, graphs::Graph, layers};
+use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
-use crate::ops::rope::RopeScaling;
 use crate::config::{
-    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction,
+    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Model, Moe, Optimizer, Recompute,
+    RunConfig, ScoreFunction,
 };
-use crate::recipe::Recipe;
+use crate::ops::rope::RopeScaling;
+use crate::recipe::{Recipe, layer_kinds, padded_vocab};
 use crate::rules::{Effective, Values, layout_of};
 use std::collections::BTreeSet;
 
@@ -20,7 +21,8 @@ pub fn effective(
     env: &dyn Fn(&str) -> Option<String>,
     notices: &mut Vec<Notice>,
 ) -> Effective {
-    let layers = layers::kinds(&values);
+    // No layers where a rule will say what is wrong with them.
+    let layers = layer_kinds(&values.0).unwrap_or_default();
     let squad_packed = args.data.data == "squad_packed";
     let packing = "dataset.packed_sequence_specs.packed_sequence_size";
     let padding = "dataset.packed_sequence_specs.pad_cu_seqlens";
@@ -28,7 +30,10 @@ pub fn effective(
         values.set(padding, true); // R21
     }
     if args.data.packed_sequence {
-        notices.push(Notice::new("packed_sequence_judged", "--packed_sequence is judged by the rules; upstream reads it nowhere"));
+        notices.push(Notice::new(
+            "packed_sequence_judged",
+            "--packed_sequence is judged by the rules; upstream reads it nowhere",
+        ));
     }
     let max_steps = args.training.max_steps.or_else(|| {
         let key = "train.train_iters";
@@ -37,7 +42,8 @@ pub fn effective(
     Effective {
         packed: squad_packed || args.data.packed_sequence || values.is_set(packing),
         pad_cu_seqlens: values.on(padding),
-        expandable_segments: env("PYTORCH_CUDA_ALLOC_CONF").is_some_and(|v| v.contains("expandable_segments:True")),
+        expandable_segments: env("PYTORCH_CUDA_ALLOC_CONF")
+            .is_some_and(|v| v.contains("expandable_segments:True")),
         nccl_graph_register: env("NCCL_GRAPH_REGISTER"),
         num_gpus: args.general.num_gpus.unwrap_or_else(|| i64::try_from(recipe.num_gpus).unwrap_or(1)),
         family: recipe.family.clone(),
@@ -59,21 +65,27 @@ fn size(e: &Effective, key: &str) -> usize {
 }
 
 /// The configuration that is run. Call after the rules have passed.
-pub fn config(e: &Effective, recipe: &Recipe, approximations: Vec<String>, not_built: Vec<String>) -> RunConfig {
+pub fn config(
+    e: &Effective,
+    recipe: &Recipe,
+    approximations: Vec<String>,
+    not_built: Vec<String>,
+) -> RunConfig {
     let v = &e.values;
     let args = &e.args;
     let float = |key: &str, unset: f64| v.float(key).unwrap_or(unset);
     let parallel = layout_of(e);
     let micro = size(e, "train.micro_batch_size").max(1);
     let global = size(e, "train.global_batch_size").max(1);
-    let job = global / (micro * parallel.dp);
+    let job = global / micro.saturating_mul(parallel.dp);
     let limit = usize::try_from(args.mbperf.max_microbatches).unwrap_or(0);
     let run = match (args.mbperf.stack_only, limit) {
         (true, _) => 1,
         (false, 0) => job,
         (false, limit) => job.min(limit),
     };
-    let compute_dtype = if args.mbperf.run_dtype.is_some() { "bf16".to_owned() } else { recipe.dtype.clone() };
+    let compute_dtype =
+        if args.mbperf.run_dtype.is_some() { "bf16".to_owned() } else { recipe.dtype.clone() };
     RunConfig {
         identity: Identity {
             family: recipe.family.clone(),
@@ -120,7 +132,10 @@ pub fn config(e: &Effective, recipe: &Recipe, approximations: Vec<String>, not_b
             beta2: float("optimizer.adam_beta2", 0.0),
             eps: float("optimizer.adam_eps", 0.0),
             weight_decay: float("optimizer.weight_decay", 0.0),
-            decay_iters: v.int("scheduler.lr_decay_iters").and_then(|n| usize::try_from(n).ok()).unwrap_or(size(e, "train.train_iters")),
+            decay_iters: v
+                .int("scheduler.lr_decay_iters")
+                .and_then(|n| usize::try_from(n).ok())
+                .unwrap_or(size(e, "train.train_iters")),
             grad_dtype: if v.on("ddp.grad_reduce_in_fp32") { "fp32".to_owned() } else { "bf16".to_owned() },
         },
         stack_only: args.mbperf.stack_only,
@@ -129,13 +144,6 @@ pub fn config(e: &Effective, recipe: &Recipe, approximations: Vec<String>, not_b
         approximations,
         not_built,
     }
-}
-
-/// The vocabulary as padded for the run: a multiple of the divisor times tp, where the model pads at all.
-fn vocab(e: &Effective) -> usize {
-    let bare = size(e, "model.vocab_size");
-    let unit = e.size("model.make_vocab_size_divisible_by").saturating_mul(e.tp());
-    if e.values.on("model.should_pad_vocab") { bare.next_multiple_of(usize::try_from(unit).unwrap_or(1).max(1)) } else { bare }
 }
 
 fn model(e: &Effective) -> Model {
@@ -150,7 +158,7 @@ fn model(e: &Effective) -> Model {
         num_attention_heads: heads,
         num_query_groups: or("model.num_query_groups", heads),
         kv_channels: or("model.kv_channels", hidden / heads),
-        vocab_size: vocab(e),
+        vocab_size: padded_vocab(&v.0, usize::try_from(e.tp()).unwrap_or(1)),
         activation: match v.text("model.activation") {
             Some("squared_relu") => Activation::SquaredRelu,
             Some("quick_geglu_clamped") => Activation::QuickGeglu,
@@ -180,7 +188,9 @@ fn moe(e: &Effective) -> Moe {
         num_experts: size(e, "model.num_moe_experts"),
         router_topk: size(e, "model.moe_router_topk"),
         ffn_hidden_size: size(e, "model.moe_ffn_hidden_size"),
-        shared_expert_intermediate_size: e.shared_expert().then(|| size(e, "model.moe_shared_expert_intermediate_size")),
+        shared_expert_intermediate_size: e
+            .shared_expert()
+            .then(|| size(e, "model.moe_shared_expert_intermediate_size")),
         score_function: match v.text("model.moe_router_score_function") {
             Some("sigmoid") => ScoreFunction::Sigmoid,
             _ => ScoreFunction::Softmax,
@@ -197,7 +207,10 @@ fn moe(e: &Effective) -> Moe {
             "allgather" => Dispatcher::Allgather,
             _ => Dispatcher::Alltoall,
         },
-        flex_backend: v.text("model.moe_flex_dispatcher_backend").filter(|_| e.dispatcher() == "flex").map(str::to_owned),
+        flex_backend: v
+            .text("model.moe_flex_dispatcher_backend")
+            .filter(|_| e.dispatcher() == "flex")
+            .map(str::to_owned),
         capacity_factor: e.capacity_factor(),
         pad_to_capacity: v.on("model.moe_pad_expert_input_to_capacity"),
         rank_capacity_factor: v.float("model.moe_expert_rank_capacity_factor"),

@@ -1,9 +1,9 @@
-//! The kind of every layer, from the architecture's patterns, and how patterns follow a changed layer count.
+//! How the patterns of layers and the pipeline split follow a changed number of layers or stages.
 
 use super::Notice;
 use crate::args::Args;
-use crate::config::LayerKind;
-use crate::rules::{MAX_LAYERS, Values};
+use crate::recipe::MAX_LAYERS;
+use crate::rules::Values;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -18,25 +18,43 @@ const SPLITS: [&str; 3] = [
 
 /// Applies `--first_k_dense_replace`, and fits the recipe's patterns and pipeline split to another number of
 /// layers or stages: patterns are cut or go on with their last entry, a split that no longer fits is dropped.
-pub fn adapt(args: &Args, values: &mut Values, explicit: &BTreeSet<String>, before: Option<i64>, notices: &mut Vec<Notice>) {
-    let Some(n) = values.int("model.num_layers").filter(|n| (1..=MAX_LAYERS).contains(n)).and_then(|n| usize::try_from(n).ok()) else {
-        return;
+pub fn adapt(
+    args: &Args,
+    values: &mut Values,
+    explicit: &BTreeSet<String>,
+    before: Option<i64>,
+    notices: &mut Vec<Notice>,
+) {
+    let Some(n) = values
+        .get("model.num_layers")
+        .as_u64()
+        .filter(|n| (1..=MAX_LAYERS).contains(n))
+        .and_then(|n| usize::try_from(n).ok())
+    else {
+        return; // a rule refuses it
     };
-    let resized = args.general.num_layers.is_some_and(|n| Some(n) != before) || explicit.contains("model.num_layers");
+    let resized =
+        args.general.num_layers.is_some_and(|n| Some(n) != before) || explicit.contains("model.num_layers");
     if resized {
         for key in PER_LAYER {
-            let fitted = values.get(key).as_array().filter(|a| a.len() != n && !explicit.contains(key)).map(|a| {
-                let last = a.last().cloned().unwrap_or(json!(1));
-                a.iter().cloned().chain(std::iter::repeat(last)).take(n).collect::<Vec<Value>>()
-            });
+            let fitted =
+                values.get(key).as_array().filter(|a| a.len() != n && !explicit.contains(key)).map(|a| {
+                    let last = a.last().cloned().unwrap_or(json!(1));
+                    a.iter().cloned().chain(std::iter::repeat(last)).take(n).collect::<Vec<Value>>()
+                });
             if let Some(list) = fitted {
                 values.set(key, list);
             }
         }
         let pattern = values.text("model.hybrid_override_pattern").map(str::to_owned);
-        if let Some(p) = pattern.filter(|p| p.chars().count() > n && !explicit.contains("model.hybrid_override_pattern")) {
+        if let Some(p) =
+            pattern.filter(|p| p.chars().count() > n && !explicit.contains("model.hybrid_override_pattern"))
+        {
             let cut: String = p.chars().take(n).collect();
-            notices.push(Notice::new("layer_pattern_cut", format!("the hybrid pattern is cut to its first {n} layers: {cut}")));
+            notices.push(Notice::new(
+                "layer_pattern_cut",
+                format!("the hybrid pattern is cut to its first {n} layers: {cut}"),
+            ));
             values.set("model.hybrid_override_pattern", cut);
         }
     }
@@ -45,37 +63,24 @@ pub fn adapt(args: &Args, values: &mut Values, explicit: &BTreeSet<String>, befo
         || args.parallelism.virtual_pipeline_model_parallel_size.is_some()
         || explicit.contains("model.virtual_pipeline_model_parallel_size");
     if resized || restaged {
-        let own = |key: &str| explicit.contains(key) || (key == SPLITS[0] && args.general.pipeline_model_parallel_layout.is_some());
+        let own = |key: &str| {
+            explicit.contains(key)
+                || (key == SPLITS[0] && args.general.pipeline_model_parallel_layout.is_some())
+        };
         for key in SPLITS.into_iter().filter(|k| !own(k)) {
             if values.is_set(key) {
-                let text = format!("{key} {} is the recipe's for its own layers and stages: an even split is used", values.get(key));
+                let text = format!(
+                    "{key} {} is the recipe's for its own layers and stages: an even split is used",
+                    values.get(key)
+                );
                 notices.push(Notice::new("pipeline_split_dropped", text));
                 values.set(key, Value::Null);
             }
         }
     }
-    if let Some(k) = args.general.first_k_dense_replace.and_then(|k| usize::try_from(k).ok()).filter(|k| *k < n) {
+    if let Some(k) =
+        args.general.first_k_dense_replace.and_then(|k| usize::try_from(k).ok()).filter(|k| *k < n)
+    {
         values.set("model.moe_layer_freq", [vec![0; k], vec![1; n - k]].concat());
     }
-}
-
-/// Kind of every decoder layer of the whole model. A count out of range gives none: a rule refuses it.
-pub fn kinds(values: &Values) -> Vec<LayerKind> {
-    let n = values.int("model.num_layers").filter(|n| (1..=MAX_LAYERS).contains(n)).and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
-    if let Some(pattern) = values.text("model.hybrid_override_pattern") {
-        let kind = |c: char| match c {
-            'M' => LayerKind::Mamba,
-            '*' => LayerKind::AttnOnly,
-            'E' => LayerKind::MoeOnly,
-            _ => LayerKind::MlpOnly,
-        };
-        return pattern.chars().take(n).map(kind).collect();
-    }
-    let moe = values.int("model.num_moe_experts").unwrap_or(0) > 1;
-    let freq = values.get("model.moe_layer_freq");
-    let has_experts = |i: usize| match freq {
-        Value::Array(list) => list.get(i).and_then(Value::as_u64).unwrap_or(1) != 0,
-        v => i.is_multiple_of(usize::try_from(v.as_u64().unwrap_or(1)).unwrap_or(1).max(1)),
-    };
-    (0..n).map(|i| if moe && has_experts(i) { LayerKind::Moe } else { LayerKind::Dense }).collect()
 }

@@ -12,6 +12,7 @@ use crate::features;
 use crate::keys::KeyError;
 use crate::recipe::{Catalogue, Recipe, RecipeError, Selector};
 use crate::rules::{self, Values, Violation};
+use crate::workloads::share::{RankShare, ShareError};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
@@ -38,6 +39,9 @@ pub enum UsageError {
     Key(#[from] KeyError),
     #[error("{0}")]
     Rule(#[from] Violation),
+    /// The job does not split over its ranks.
+    #[error("{0}")]
+    Share(#[from] ShareError),
     /// The configuration is legal, but there is no code for it: a dry run passes, a run does not.
     #[error("{recipe} cannot be run yet:\n  {}", reasons.join("\n  "))]
     NotBuilt { recipe: String, reasons: Vec<String> },
@@ -75,7 +79,10 @@ impl Resolved {
         if self.config.not_built.is_empty() {
             return Ok(());
         }
-        Err(UsageError::NotBuilt { recipe: self.recipe.function.clone(), reasons: self.config.not_built.clone() })
+        Err(UsageError::NotBuilt {
+            recipe: self.recipe.function.clone(),
+            reasons: self.config.not_built.clone(),
+        })
     }
 }
 
@@ -83,7 +90,11 @@ impl Resolved {
 ///
 /// # Errors
 /// No such recipe, an unknown key or a wrong value, a broken rule or an impossible layout.
-pub fn resolve(args: &Args, catalogue: &Catalogue, env: &dyn Fn(&str) -> Option<String>) -> Result<Resolved, UsageError> {
+pub fn resolve(
+    args: &Args,
+    catalogue: &Catalogue,
+    env: &dyn Fn(&str) -> Option<String>,
+) -> Result<Resolved, UsageError> {
     let recipe = catalogue.select(&Selector {
         family: args.general.model_family_name.clone(),
         recipe: args.general.model_recipe_name.clone(),
@@ -112,6 +123,7 @@ pub fn resolve(args: &Args, catalogue: &Catalogue, env: &dyn Fn(&str) -> Option<
         notices.push(Notice::new("not_built", text.clone()));
     }
     let config = build::config(&effective, &recipe, approximations, not_built);
+    RankShare::of(&config)?;
     let max_steps = effective.max_steps.and_then(|n| usize::try_from(n).ok());
     Ok(Resolved { config, notices, recipe, values: effective.values, args: args.clone(), max_steps })
 }

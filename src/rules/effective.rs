@@ -137,7 +137,11 @@ impl Effective {
         if self.values.text("model.recompute_granularity") != Some("selective") {
             return Vec::new();
         }
-        if self.values.is_set("model.recompute_modules") { self.values.list("model.recompute_modules") } else { vec!["core_attn"] }
+        if self.values.is_set("model.recompute_modules") {
+            self.values.list("model.recompute_modules")
+        } else {
+            vec!["core_attn"]
+        }
     }
     pub fn recomputes(&self, module: &str) -> bool {
         self.recomputed().contains(&module)

@@ -23,7 +23,10 @@ pub const RULES: &[Rule] = &[
         remedy: "Name full_iteration alone: --cuda_graph_impl local --cuda_graph_scope full_iteration.",
         broken: |e| {
             when(e.graphs() && e.scope.contains(&Scope::FullIteration) && e.scope.len() > 1, || {
-                format!("--cuda_graph_scope {}: full_iteration holds everything and stands alone", names(&e.scope))
+                format!(
+                    "--cuda_graph_scope {}: full_iteration holds everything and stands alone",
+                    names(&e.scope)
+                )
             })
         },
     },
@@ -33,7 +36,8 @@ pub const RULES: &[Rule] = &[
         remedy: "Take --cuda_graph_impl local for full_iteration, or scopes of attn, mlp, moe, moe_router, moe_preprocess, mamba.",
         broken: |e| {
             when(e.te() && e.scope.contains(&Scope::FullIteration), || {
-                "--cuda_graph_scope full_iteration: transformer_engine captures by layer, not the iteration".to_owned()
+                "--cuda_graph_scope full_iteration: transformer_engine captures by layer, not the iteration"
+                    .to_owned()
             })
         },
     },
@@ -43,7 +47,11 @@ pub const RULES: &[Rule] = &[
         remedy: "Add --cuda_graph_scope full_iteration, or take --cuda_graph_impl transformer_engine for scopes by layer.",
         broken: |e| {
             when(e.implementation == GraphImpl::Local && !e.full_iteration(), || {
-                let given = if e.scope.is_empty() { "no scope".to_owned() } else { format!("--cuda_graph_scope {}", names(&e.scope)) };
+                let given = if e.scope.is_empty() {
+                    "no scope".to_owned()
+                } else {
+                    format!("--cuda_graph_scope {}", names(&e.scope))
+                };
                 format!("--cuda_graph_impl local with {given}: local captures the full iteration only")
             })
         },
@@ -64,7 +72,10 @@ pub const RULES: &[Rule] = &[
         remedy: "Add moe_router: --cuda_graph_scope moe_router,moe_preprocess.",
         broken: |e| {
             when(e.has(Scope::MoePreprocess) && !e.has(Scope::MoeRouter), || {
-                format!("--cuda_graph_scope {}: moe_preprocess follows the router and needs it in the graph", names(&e.scope))
+                format!(
+                    "--cuda_graph_scope {}: moe_preprocess follows the router and needs it in the graph",
+                    names(&e.scope)
+                )
             })
         },
     },
@@ -74,7 +85,12 @@ pub const RULES: &[Rule] = &[
         remedy: "Leave the MoE scopes out; attn and mlp fit a dense model, mamba and attn a hybrid one.",
         broken: |e| {
             when(e.te() && !e.moe() && (e.has(Scope::Moe) || e.has(Scope::MoeRouter)), || {
-                format!("--cuda_graph_scope {}: {} has no experts (model.num_moe_experts {})", names(&e.scope), e.recipe, e.experts())
+                format!(
+                    "--cuda_graph_scope {}: {} has no experts (model.num_moe_experts {})",
+                    names(&e.scope),
+                    e.recipe,
+                    e.experts()
+                )
             })
         },
     },
@@ -84,7 +100,28 @@ pub const RULES: &[Rule] = &[
         remedy: "Leave mlp out; moe_router captures the dense front of a MoE layer.",
         broken: |e| {
             when(e.te() && e.has(Scope::Mlp) && e.moe() && e.layers_of(Scope::Mlp) == 0, || {
-                format!("--cuda_graph_scope {}: all {} MLP layers of {} are MoE", names(&e.scope), e.layers_of(Scope::Moe), e.recipe)
+                format!(
+                    "--cuda_graph_scope {}: all {} MLP layers of {} are MoE",
+                    names(&e.scope),
+                    e.layers_of(Scope::Moe),
+                    e.recipe
+                )
+            })
+        },
+    },
+    Rule {
+        id: "R19",
+        wrong: "--use_tokendrop true on the flex or allgather dispatcher, or with another balancing than aux_loss, seq_aux_loss, none",
+        remedy: "Add model.moe_token_dispatcher_type=alltoall (and model.moe_router_load_balancing_type=aux_loss if that is what is named).",
+        broken: |e| {
+            let balancing = e.values.text("model.moe_router_load_balancing_type").unwrap_or("none");
+            let fits =
+                e.dispatcher() == "alltoall" && ["aux_loss", "seq_aux_loss", "none"].contains(&balancing);
+            when(e.args.performance.use_tokendrop == Some(true) && e.moe() && !fits, || {
+                format!(
+                    "--use_tokendrop true with dispatcher {} and load balancing {balancing}",
+                    e.dispatcher()
+                )
             })
         },
     },
@@ -109,9 +146,15 @@ pub const RULES: &[Rule] = &[
         wrong: "padding experts to a capacity that is not set",
         remedy: "Set model.moe_expert_capacity_factor too, or --use_tokendrop true for both.",
         broken: |e| {
-            when(e.moe() && e.values.on("model.moe_pad_expert_input_to_capacity") && e.capacity_factor().is_none(), || {
-                "model.moe_pad_expert_input_to_capacity=true without model.moe_expert_capacity_factor".to_owned()
-            })
+            when(
+                e.moe()
+                    && e.values.on("model.moe_pad_expert_input_to_capacity")
+                    && e.capacity_factor().is_none(),
+                || {
+                    "model.moe_pad_expert_input_to_capacity=true without model.moe_expert_capacity_factor"
+                        .to_owned()
+                },
+            )
         },
     },
     Rule {
@@ -121,10 +164,24 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let quantization = e.values.on("model.moe_router_padding_for_quantization");
             let copies = e.capacity_factor().is_some() || quantization;
-            when(e.te() && e.has(Scope::MoePreprocess) && e.dispatcher() == "alltoall" && !e.drop_and_pad() && copies, || {
-                let why = if quantization { "padding for quantization" } else { "a capacity factor without padding" };
-                format!("--cuda_graph_scope {}: {why} copies counts to the host inside moe_preprocess", names(&e.scope))
-            })
+            when(
+                e.te()
+                    && e.has(Scope::MoePreprocess)
+                    && e.dispatcher() == "alltoall"
+                    && !e.drop_and_pad()
+                    && copies,
+                || {
+                    let why = if quantization {
+                        "padding for quantization"
+                    } else {
+                        "a capacity factor without padding"
+                    };
+                    format!(
+                        "--cuda_graph_scope {}: {why} copies counts to the host inside moe_preprocess",
+                        names(&e.scope)
+                    )
+                },
+            )
         },
     },
     Rule {
@@ -134,8 +191,15 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let inside = (e.whole_layer() || e.full_iteration()) && e.moe() && e.layers_of(Scope::Moe) > 0;
             when(inside && !e.drop_and_pad() && !e.static_rank_rows(), || {
-                let what = if e.full_iteration() { "--cuda_graph_scope full_iteration" } else { "--cuda_graph_impl transformer_engine without a scope" };
-                format!("{what}: {} is a dropless MoE, whose dispatch reads token counts on the host", e.recipe)
+                let what = if e.full_iteration() {
+                    "--cuda_graph_scope full_iteration"
+                } else {
+                    "--cuda_graph_impl transformer_engine without a scope"
+                };
+                format!(
+                    "{what}: {} is a dropless MoE, whose dispatch reads token counts on the host",
+                    e.recipe
+                )
             })
         },
     },
@@ -146,7 +210,9 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             when(e.graphs() && e.values.on("model.cpu_offloading"), || {
                 let n = e.values.int("model.cpu_offloading_num_layers").unwrap_or(0);
-                format!("-ol {n} (model.cpu_offloading) with --cuda_graph_impl: a graph cannot move activations to the host")
+                format!(
+                    "-ol {n} (model.cpu_offloading) with --cuda_graph_impl: a graph cannot move activations to the host"
+                )
             })
         },
     },
@@ -195,10 +261,13 @@ pub const RULES: &[Rule] = &[
         wrong: "expandable segments without NCCL_GRAPH_REGISTER=0 (transformer_engine; local below sm_100)",
         remedy: "Set NCCL_GRAPH_REGISTER=0, or take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF.",
         broken: |e| {
-            let enforced = e.te() || (e.implementation == GraphImpl::Local && BEFORE_SM_100.contains(&e.gpu.as_str()));
+            let enforced =
+                e.te() || (e.implementation == GraphImpl::Local && BEFORE_SM_100.contains(&e.gpu.as_str()));
             when(enforced && e.expandable_segments && e.nccl_graph_register.as_deref() != Some("0"), || {
                 let value = e.nccl_graph_register.as_deref().map_or("unset".to_owned(), |v| format!("`{v}`"));
-                format!("PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True and NCCL_GRAPH_REGISTER is {value}: upstream refuses graphs then")
+                format!(
+                    "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True and NCCL_GRAPH_REGISTER is {value}: upstream refuses graphs then"
+                )
             })
         },
     },
@@ -208,9 +277,14 @@ pub const RULES: &[Rule] = &[
         remedy: "Give -ms at least model.cuda_graph_warmup_steps + 2, or leave -ms out.",
         broken: |e| {
             let warmup = e.values.int("model.cuda_graph_warmup_steps").unwrap_or(0);
-            when(e.graphs() && warmup < 0, || format!("model.cuda_graph_warmup_steps={warmup}: the capture step would never come")).or_else(|| {
+            when(e.graphs() && warmup < 0, || {
+                format!("model.cuda_graph_warmup_steps={warmup}: the capture step would never come")
+            })
+            .or_else(|| {
                 let steps = e.max_steps.filter(|s| e.graphs() && *s < warmup.saturating_add(2))?;
-                Some(format!("-ms {steps} with {warmup} warm-up steps: one capture step and one steady step do not fit"))
+                Some(format!(
+                    "-ms {steps} with {warmup} warm-up steps: one capture step and one steady step do not fit"
+                ))
             })
         },
     },
@@ -220,7 +294,11 @@ pub const RULES: &[Rule] = &[
         remedy: "Name a scope that the model has: attn and mlp (dense), attn and moe_router (MoE), mamba (hybrid).",
         broken: |e| {
             when(e.te() && !e.scope.is_empty() && e.scope.iter().all(|s| e.layers_of(*s) == 0), || {
-                format!("--cuda_graph_scope {}: {} has no such layer, the run would be eager", names(&e.scope), e.recipe)
+                format!(
+                    "--cuda_graph_scope {}: {} has no such layer, the run would be eager",
+                    names(&e.scope),
+                    e.recipe
+                )
             })
         },
     },
@@ -232,7 +310,11 @@ pub const RULES: &[Rule] = &[
             let graph_only = e.args.mbperf.aa == Some(crate::args::Arm::Graph) && !e.graphs();
             let staging = e.args.mbperf.graph_staging == crate::args::Staging::None && !e.te();
             when(graph_only, || "--aa graph with implementation none: there is no graph arm".to_owned())
-                .or_else(|| when(staging, || "--graph_staging none: only transformer_engine graphs have staging copies".to_owned()))
+                .or_else(|| {
+                    when(staging, || {
+                        "--graph_staging none: only transformer_engine graphs have staging copies".to_owned()
+                    })
+                })
         },
     },
     Rule {
@@ -259,8 +341,12 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let k = e.args.general.first_k_dense_replace?;
             let n = i64::try_from(e.layers.len()).unwrap_or(i64::MAX);
-            let hybrid = e.layers.iter().any(|l| matches!(l, LayerKind::AttnOnly | LayerKind::MlpOnly | LayerKind::MoeOnly | LayerKind::Mamba));
-            when(hybrid || k < 0 || k >= n, || format!("--first_k_dense_replace {k}: {} has {n} layers", e.recipe))
+            let hybrid = e.layers.iter().any(|l| {
+                matches!(l, LayerKind::AttnOnly | LayerKind::MlpOnly | LayerKind::MoeOnly | LayerKind::Mamba)
+            });
+            when(hybrid || k < 0 || k >= n, || {
+                format!("--first_k_dense_replace {k}: {} has {n} layers", e.recipe)
+            })
         },
     },
 ];

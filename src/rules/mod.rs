@@ -10,7 +10,7 @@ mod overlap;
 mod sizes;
 
 pub use effective::{Effective, Values};
-pub use sizes::{MAX_LAYERS, layout_of};
+pub use sizes::layout_of;
 
 use std::fmt::Write;
 
@@ -53,23 +53,44 @@ pub fn judge(effective: &Effective) -> Result<(), Violation> {
 /// How a command line becomes a configuration: what is corrected without being an error.
 pub const COERCIONS: &[(&str, &str)] = &[
     ("R01", "--cuda_graph_impl is exactly none, local or transformer_engine"),
-    ("R02", "--cuda_graph_scope is names joined by single commas; a repeated name is kept once (notice duplicate_scope)"),
-    ("R03", "--flag=value and --flag value are the same; the last of a repeated flag wins; names are written in full"),
+    (
+        "R02",
+        "--cuda_graph_scope is names joined by single commas; a repeated name is kept once (notice duplicate_scope)",
+    ),
+    (
+        "R03",
+        "--flag=value and --flag value are the same; the last of a repeated flag wins; names are written in full",
+    ),
     ("R05", "key=value overrides come before the flags: the flags win"),
     ("R07", "--cuda_graph_impl other than none switches both RNG tracker keys on"),
     ("R08", "implementation none: the scope is dropped (notice scope_ignored) and the RNG tracker is off"),
-    ("R09", "a scope without an implementation: full_iteration means local, any other transformer_engine (notice impl_inferred)"),
-    ("R10", "transformer_engine without a scope: the recipe's, else each whole layer (notice whole_layer_capture)"),
+    (
+        "R09",
+        "a scope without an implementation: full_iteration means local, any other transformer_engine (notice impl_inferred)",
+    ),
+    (
+        "R10",
+        "transformer_engine without a scope: the recipe's, else each whole layer (notice whole_layer_capture)",
+    ),
     ("R14", "full-iteration capture is spelled local + full_iteration"),
     ("R15", "NaN checks are off unless an override switches them on"),
     ("R16", "-rl: full recompute by blocks; --recompute_modules replaces the recipe's recompute as a whole"),
     ("R17", "-ol N: activations of N layers go to the CPU; 0 switches it off"),
-    ("R18", "--moe_a2a_overlap: true also delays weight gradients and stops the shared expert's overlap; false switches off"),
-    ("R19", "--use_tokendrop true: capacity factor 1.0, padded to it, own routing; on a dense model ignored (notice tokendrop_ignored)"),
+    (
+        "R18",
+        "--moe_a2a_overlap: true also delays weight gradients and stops the shared expert's overlap; false switches off",
+    ),
+    (
+        "R19",
+        "--use_tokendrop true: capacity factor 1.0, padded to it, own routing; on a dense model ignored (notice tokendrop_ignored)",
+    ),
     ("R20", "--moe_flex_dispatcher_backend: None means alltoall, a name means flex with that backend"),
     ("R21", "--data squad_packed pads the list of sequence starts when graphs are on"),
     ("R38", "recomputing core_attn is pointless with fused attention (notice core_attn_recompute)"),
-    ("R64", "layernorm recompute beside a captured router may be switched off (notice pre_mlp_layernorm_recompute_disabled)"),
+    (
+        "R64",
+        "layernorm recompute beside a captured router may be switched off (notice pre_mlp_layernorm_recompute_disabled)",
+    ),
 ];
 
 /// The table as `mbperf rules` prints it.

@@ -5,8 +5,17 @@ use crate::config::Scope;
 
 /// Modules that upstream can recompute selectively.
 const RECOMPUTABLE: [&str; 11] = [
-    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out", "gdp_in_proj",
-    "gdp_qkv", "mhc",
+    "core_attn",
+    "moe_act",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "gdn_norm_out",
+    "gdp_in_proj",
+    "gdp_qkv",
+    "mhc",
 ];
 
 fn when(broken: bool, text: impl FnOnce() -> String) -> Option<String> {
@@ -29,21 +38,11 @@ pub const RULES: &[Rule] = &[
         wrong: "-rl and --recompute_modules together",
         remedy: "Give -rl for full recompute or --recompute_modules for selective recompute, not both.",
         broken: |e| {
-            when(e.args.performance.recompute_num_layers.is_some() && e.args.performance.recompute_modules.is_some(), || {
-                "-rl recomputes whole layers, --recompute_modules parts of them".to_owned()
-            })
-        },
-    },
-    Rule {
-        id: "R19",
-        wrong: "--use_tokendrop true on the flex or allgather dispatcher, or with another balancing than aux_loss, seq_aux_loss, none",
-        remedy: "Add model.moe_token_dispatcher_type=alltoall (and model.moe_router_load_balancing_type=aux_loss if that is what is named).",
-        broken: |e| {
-            let balancing = e.values.text("model.moe_router_load_balancing_type").unwrap_or("none");
-            let fits = e.dispatcher() == "alltoall" && ["aux_loss", "seq_aux_loss", "none"].contains(&balancing);
-            when(e.args.performance.use_tokendrop == Some(true) && e.moe() && !fits, || {
-                format!("--use_tokendrop true with dispatcher {} and load balancing {balancing}", e.dispatcher())
-            })
+            when(
+                e.args.performance.recompute_num_layers.is_some()
+                    && e.args.performance.recompute_modules.is_some(),
+                || "-rl recomputes whole layers, --recompute_modules parts of them".to_owned(),
+            )
         },
     },
     Rule {
@@ -54,9 +53,16 @@ pub const RULES: &[Rule] = &[
             let n = e.values.int("model.cpu_offloading_num_layers").unwrap_or(0);
             let layers = e.values.int("model.num_layers").unwrap_or(0);
             let recompute = e.values.is_set("model.recompute_granularity");
-            when(e.values.on("model.cpu_offloading") && (n < 1 || n >= layers || e.pp() > 1 || recompute), || {
-                format!("-ol {n} with {layers} layers, -pp {}, recompute {}", e.pp(), if recompute { "on" } else { "off" })
-            })
+            when(
+                e.values.on("model.cpu_offloading") && (n < 1 || n >= layers || e.pp() > 1 || recompute),
+                || {
+                    format!(
+                        "-ol {n} with {layers} layers, -pp {}, recompute {}",
+                        e.pp(),
+                        if recompute { "on" } else { "off" }
+                    )
+                },
+            )
         },
     },
     Rule {
@@ -66,7 +72,9 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             when(e.graphs() && !e.full_iteration() && e.full_recompute(), || {
                 let n = e.values.int("model.recompute_num_layers").unwrap_or(0);
-                format!("-rl {n} (model.recompute_granularity=full) with --cuda_graph_impl transformer_engine")
+                format!(
+                    "-rl {n} (model.recompute_granularity=full) with --cuda_graph_impl transformer_engine"
+                )
             })
         },
     },
@@ -85,9 +93,12 @@ pub const RULES: &[Rule] = &[
         wrong: "attention dropout in attention that is both captured and recomputed",
         remedy: "Leave core_attn out of --recompute_modules, attn out of the scope, or model.attention_dropout at 0.",
         broken: |e| {
-            when(e.nonzero("model.attention_dropout") && e.recomputes("core_attn") && e.captured(Scope::Attn), || {
-                "model.attention_dropout: recompute inside a graph cannot draw the same mask again (--recompute_modules core_attn)".to_owned()
-            })
+            when(
+                e.nonzero("model.attention_dropout") && e.recomputes("core_attn") && e.captured(Scope::Attn),
+                || {
+                    "model.attention_dropout: recompute inside a graph cannot draw the same mask again (--recompute_modules core_attn)".to_owned()
+                },
+            )
         },
     },
     Rule {
@@ -96,9 +107,12 @@ pub const RULES: &[Rule] = &[
         remedy: "Leave the module out of --recompute_modules or of the scope, or model.hidden_dropout at 0.",
         broken: |e| {
             let both = |module: &str, scope: Scope| e.recomputes(module) && e.captured(scope);
-            when(e.nonzero("model.hidden_dropout") && (both("mlp", Scope::Mlp) || both("moe", Scope::Moe)), || {
-                "model.hidden_dropout: recompute inside a graph cannot draw the same mask again (--recompute_modules)".to_owned()
-            })
+            when(
+                e.nonzero("model.hidden_dropout") && (both("mlp", Scope::Mlp) || both("moe", Scope::Moe)),
+                || {
+                    "model.hidden_dropout: recompute inside a graph cannot draw the same mask again (--recompute_modules)".to_owned()
+                },
+            )
         },
     },
     Rule {
@@ -106,9 +120,14 @@ pub const RULES: &[Rule] = &[
         wrong: "input jitter in a MoE layer that is both captured and recomputed",
         remedy: "Leave moe out of --recompute_modules or of the scope, or model.moe_input_jitter_eps unset.",
         broken: |e| {
-            when(e.values.is_set("model.moe_input_jitter_eps") && e.recomputes("moe") && e.captured(Scope::Moe), || {
-                "model.moe_input_jitter_eps: recompute inside a graph cannot draw the same noise again (--recompute_modules moe)".to_owned()
-            })
+            when(
+                e.values.is_set("model.moe_input_jitter_eps")
+                    && e.recomputes("moe")
+                    && e.captured(Scope::Moe),
+                || {
+                    "model.moe_input_jitter_eps: recompute inside a graph cannot draw the same noise again (--recompute_modules moe)".to_owned()
+                },
+            )
         },
     },
     Rule {
@@ -123,14 +142,23 @@ pub const RULES: &[Rule] = &[
             let count = e.values.int("model.recompute_num_layers").filter(|_| !modules.is_empty());
             let lacks = [
                 (count.is_some(), "model.recompute_num_layers is for full recompute only"),
-                (e.recomputes("mla_up_proj") && !e.values.on("model.multi_latent_attention"), "mla_up_proj: the model has no MLA"),
-                (e.recomputes("moe_act") && !e.values.on("model.moe_grouped_gemm"), "moe_act needs model.moe_grouped_gemm=true"),
+                (
+                    e.recomputes("mla_up_proj") && !e.values.on("model.multi_latent_attention"),
+                    "mla_up_proj: the model has no MLA",
+                ),
+                (
+                    e.recomputes("moe_act") && !e.values.on("model.moe_grouped_gemm"),
+                    "moe_act needs model.moe_grouped_gemm=true",
+                ),
                 (
                     e.recomputes("shared_experts") && e.values.on("model.moe_shared_expert_overlap"),
                     "shared_experts cannot be recomputed while they overlap the dispatch",
                 ),
             ];
-            lacks.into_iter().find(|(broken, _)| *broken).map(|(_, what)| format!("--recompute_modules: {what}"))
+            lacks
+                .into_iter()
+                .find(|(broken, _)| *broken)
+                .map(|(_, what)| format!("--recompute_modules: {what}"))
         },
     },
     Rule {
@@ -138,9 +166,12 @@ pub const RULES: &[Rule] = &[
         wrong: "overlap of the expert all-to-all with captured moe, mlp or whole layers",
         remedy: "Take --moe_a2a_overlap false, or leave moe and mlp out of --cuda_graph_scope.",
         broken: |e| {
-            when(e.ep_overlap() && e.te() && (e.has(Scope::Moe) || e.has(Scope::Mlp) || e.whole_layer()), || {
-                "--moe_a2a_overlap true: the overlapped schedule cuts the layer where this scope captures it whole".to_owned()
-            })
+            when(
+                e.ep_overlap() && e.te() && (e.has(Scope::Moe) || e.has(Scope::Mlp) || e.whole_layer()),
+                || {
+                    "--moe_a2a_overlap true: the overlapped schedule cuts the layer where this scope captures it whole".to_owned()
+                },
+            )
         },
     },
     Rule {
@@ -153,8 +184,12 @@ pub const RULES: &[Rule] = &[
                 (!e.moe(), "the model has no experts"),
                 (e.ep() <= 1, "-ep is 1"),
                 (!["alltoall", "flex"].contains(&e.dispatcher()), "the dispatcher is allgather"),
-                (e.pp() > 1 && !e.values.is_set("model.virtual_pipeline_model_parallel_size") && !e.values.is_set("model.pipeline_model_parallel_layout"),
-                 "there are pipeline stages without virtual ones"),
+                (
+                    e.pp() > 1
+                        && !e.values.is_set("model.virtual_pipeline_model_parallel_size")
+                        && !e.values.is_set("model.pipeline_model_parallel_layout"),
+                    "there are pipeline stages without virtual ones",
+                ),
                 (e.full_recompute(), "whole layers are recomputed"),
                 (e.recomputes("moe"), "moe is recomputed"),
                 (e.values.int("model.mtp_num_layers").unwrap_or(0) > 1, "there is more than one MTP layer"),
@@ -169,7 +204,9 @@ pub const RULES: &[Rule] = &[
         wrong: "delayed weight gradients without overlap of the expert all-to-all",
         remedy: "Add --moe_a2a_overlap true, or leave comm_overlap.delay_wgrad_compute=true out.",
         broken: |e| {
-            when(e.delay_wgrad() && !e.ep_overlap(), || "comm_overlap.delay_wgrad_compute=true without --moe_a2a_overlap true".to_owned())
+            when(e.delay_wgrad() && !e.ep_overlap(), || {
+                "comm_overlap.delay_wgrad_compute=true without --moe_a2a_overlap true".to_owned()
+            })
         },
     },
     Rule {
@@ -195,7 +232,8 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let moe = [Scope::Moe, Scope::MoeRouter, Scope::MoePreprocess].into_iter().any(|s| e.has(s));
             when(e.args.data.data == "squad_packed" && e.moe() && e.te() && (moe || e.whole_layer()), || {
-                "--data squad_packed: the padding mask of a packed batch cannot enter a captured router".to_owned()
+                "--data squad_packed: the padding mask of a packed batch cannot enter a captured router"
+                    .to_owned()
             })
         },
     },
@@ -206,8 +244,15 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let on = e.values.on("model.fine_grained_activation_offloading") && e.graphs();
             let lacks = [
-                (e.full_iteration() && !e.values.is_set("model.fine_grained_offloading_max_inflight_offloads"), "full_iteration needs a bound on offloads in flight"),
-                (e.values.int("model.cuda_graph_warmup_steps").unwrap_or(0) < 1, "the warm-up must be above 0"),
+                (
+                    e.full_iteration()
+                        && !e.values.is_set("model.fine_grained_offloading_max_inflight_offloads"),
+                    "full_iteration needs a bound on offloads in flight",
+                ),
+                (
+                    e.values.int("model.cuda_graph_warmup_steps").unwrap_or(0) < 1,
+                    "the warm-up must be above 0",
+                ),
                 (e.has(Scope::Moe), "the scope moe cannot be offloaded"),
             ];
             let (_, why) = lacks.into_iter().find(|(lacking, _)| on && *lacking)?;

@@ -2,12 +2,11 @@
 
 use super::{Effective, Rule};
 use crate::config::Parallel;
-use crate::layout;
+use crate::recipe::{MAX_LAYERS, layer_kinds};
+use crate::workloads::share::layout_stages;
 
 /// Sizes beyond this are typing errors, and their products would overflow.
 const MAX_SIZE: i64 = 1 << 30;
-/// Layers beyond this are typing errors; the largest model has 126.
-pub const MAX_LAYERS: i64 = 4096;
 /// Widths of vectors that kernels load at once, in bf16 elements (16 bytes).
 const VECTOR: i64 = 8;
 
@@ -17,7 +16,12 @@ fn when(broken: bool, text: impl FnOnce() -> String) -> Option<String> {
 
 /// The first of these settings that is set and outside its range.
 fn out_of_range(e: &Effective, keys: &[&str], least: i64, most: i64) -> Option<String> {
-    let bad = |key: &&str| e.values.int(key).filter(|v| *v < least || *v > most).map(|v| format!("{key} is {v}, outside {least} to {most}"));
+    let bad = |key: &&str| {
+        e.values
+            .int(key)
+            .filter(|v| *v < least || *v > most)
+            .map(|v| format!("{key} is {v}, outside {least} to {most}"))
+    };
     keys.iter().find_map(bad)
 }
 
@@ -28,21 +32,44 @@ pub const NUMBERS: &[Rule] = &[
         remedy: "Give a positive number; leave the option out to keep the recipe's value.",
         broken: |e| {
             let sizes = [
-                "model.hidden_size", "model.num_attention_heads", "model.num_query_groups", "model.kv_channels",
-                "model.ffn_hidden_size", "model.vocab_size", "model.make_vocab_size_divisible_by", "model.seq_length",
-                "dataset.seq_length", "train.micro_batch_size", "train.global_batch_size", "train.train_iters",
-                "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "model.context_parallel_size",
-                "model.expert_model_parallel_size", "model.expert_tensor_parallel_size",
-                "model.virtual_pipeline_model_parallel_size", "model.num_moe_experts", "model.moe_router_topk",
-                "model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size",
+                "model.hidden_size",
+                "model.num_attention_heads",
+                "model.num_query_groups",
+                "model.kv_channels",
+                "model.ffn_hidden_size",
+                "model.vocab_size",
+                "model.make_vocab_size_divisible_by",
+                "model.seq_length",
+                "dataset.seq_length",
+                "train.micro_batch_size",
+                "train.global_batch_size",
+                "train.train_iters",
+                "model.tensor_model_parallel_size",
+                "model.pipeline_model_parallel_size",
+                "model.context_parallel_size",
+                "model.expert_model_parallel_size",
+                "model.expert_tensor_parallel_size",
+                "model.virtual_pipeline_model_parallel_size",
+                "model.num_moe_experts",
+                "model.moe_router_topk",
+                "model.moe_ffn_hidden_size",
+                "model.moe_shared_expert_intermediate_size",
             ];
-            let option = |name: &str, v: i64, least: i64| when(v < least || v > MAX_SIZE, || format!("{name} {v}: at least {least} is needed"));
+            let option = |name: &str, v: i64, least: i64| {
+                when(v < least || v > MAX_SIZE, || format!("{name} {v}: at least {least} is needed"))
+            };
             let a = &e.args;
-            out_of_range(e, &["model.num_layers"], 1, MAX_LAYERS)
+            out_of_range(e, &["model.num_layers"], 1, i64::try_from(MAX_LAYERS).unwrap_or(i64::MAX))
                 .or_else(|| out_of_range(e, &sizes, 1, MAX_SIZE))
                 .or_else(|| {
-                    let counts = ["scheduler.lr_warmup_iters", "model.recompute_num_layers", "model.cpu_offloading_num_layers",
-                                  "model.mtp_num_layers", "model.num_layers_in_first_pipeline_stage", "model.num_layers_in_last_pipeline_stage"];
+                    let counts = [
+                        "scheduler.lr_warmup_iters",
+                        "model.recompute_num_layers",
+                        "model.cpu_offloading_num_layers",
+                        "model.mtp_num_layers",
+                        "model.num_layers_in_first_pipeline_stage",
+                        "model.num_layers_in_last_pipeline_stage",
+                    ];
                     out_of_range(e, &counts, 0, MAX_SIZE)
                 })
                 .or_else(|| option("-ng", e.num_gpus, 1))
@@ -65,17 +92,46 @@ pub const NUMBERS: &[Rule] = &[
             let least = f64::MIN_POSITIVE;
             setting("model.attention_dropout", 0.0, 1.0)
                 .or_else(|| setting("model.hidden_dropout", 0.0, 1.0))
-                .or_else(|| ["optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.clip_grad", "model.moe_aux_loss_coeff"]
-                    .into_iter().find_map(|k| setting(k, 0.0, f64::MAX)))
-                .or_else(|| ["optimizer.adam_beta1", "optimizer.adam_beta2"].into_iter().find_map(|k| setting(k, 0.0, 1.0)))
-                .or_else(|| ["model.init_method_std", "model.layernorm_epsilon", "optimizer.adam_eps", "model.rotary_base", "model.moe_expert_rank_capacity_factor",
-                             "model.moe_router_topk_scaling_factor"].into_iter().find_map(|k| setting(k, least, f64::MAX)))
+                .or_else(|| {
+                    [
+                        "optimizer.lr",
+                        "optimizer.min_lr",
+                        "optimizer.weight_decay",
+                        "optimizer.clip_grad",
+                        "model.moe_aux_loss_coeff",
+                    ]
+                    .into_iter()
+                    .find_map(|k| setting(k, 0.0, f64::MAX))
+                })
+                .or_else(|| {
+                    ["optimizer.adam_beta1", "optimizer.adam_beta2"]
+                        .into_iter()
+                        .find_map(|k| setting(k, 0.0, 1.0))
+                })
+                .or_else(|| {
+                    [
+                        "model.init_method_std",
+                        "model.layernorm_epsilon",
+                        "optimizer.adam_eps",
+                        "model.rotary_base",
+                        "model.moe_expert_rank_capacity_factor",
+                        "model.moe_router_topk_scaling_factor",
+                    ]
+                    .into_iter()
+                    .find_map(|k| setting(k, least, f64::MAX))
+                })
                 .or_else(|| setting("model.rotary_percent", least, 1.0 + f64::EPSILON))
                 .or_else(|| within("model.moe_expert_capacity_factor", e.capacity_factor(), least, f64::MAX))
                 .or_else(|| within("--margin", Some(e.args.mbperf.margin), 0.0, 1.0))
                 .or_else(|| within("--max_time", e.args.mbperf.max_time, least, f64::MAX))
                 .or_else(|| within("--moe_row_bound", Some(e.args.mbperf.moe_row_bound), 1.0, f64::MAX))
         },
+    },
+    Rule {
+        id: "M12",
+        wrong: "a pattern of layers with unknown letters, or of another length than the layers",
+        remedy: "Write one entry per layer: M, *, -, E in model.hybrid_override_pattern; 0 or 1 in model.moe_layer_freq.",
+        broken: |e| layer_kinds(&e.values.0).err().map(|why| why.to_string()),
     },
     Rule {
         id: "M03",
@@ -88,7 +144,9 @@ pub const NUMBERS: &[Rule] = &[
                 "wan" => &["diffusion"],
                 _ => &["llm"],
             };
-            when(!fits.contains(&domain), || format!("--domain {domain}, but {} is of the domain {}", e.recipe, fits[0]))
+            when(!fits.contains(&domain), || {
+                format!("--domain {domain}, but {} is of the domain {}", e.recipe, fits[0])
+            })
         },
     },
     Rule {
@@ -97,13 +155,15 @@ pub const NUMBERS: &[Rule] = &[
         remedy: "Leave --data out: tokens are synthetic.",
         broken: |e| {
             let data = e.args.data.data.as_str();
-            when(!["mock", "squad_packed"].contains(&data), || format!("--data {data}: mbperf reads no data set"))
+            when(!["mock", "squad_packed"].contains(&data), || {
+                format!("--data {data}: mbperf reads no data set")
+            })
         },
     },
 ];
 
-/// The layout as the configuration will hold it. Sizes are positive by M01.
-fn parallel(e: &Effective) -> Parallel {
+/// The layout of ranks as the configuration will hold it. Sizes are positive by M01.
+pub fn layout_of(e: &Effective) -> Parallel {
     let size = |v: i64| usize::try_from(v).unwrap_or(1).max(1);
     let optional = |key: &str| e.values.int(key).and_then(|v| usize::try_from(v).ok());
     Parallel {
@@ -128,16 +188,14 @@ fn parallel(e: &Effective) -> Parallel {
 /// Virtual stages: as set, else what a layout string implies (its stages over pp), else 1.
 fn virtual_stages(e: &Effective) -> usize {
     let size = |v: i64| usize::try_from(v).unwrap_or(1).max(1);
-    match (e.values.int("model.virtual_pipeline_model_parallel_size"), e.values.text("model.pipeline_model_parallel_layout")) {
+    match (
+        e.values.int("model.virtual_pipeline_model_parallel_size"),
+        e.values.text("model.pipeline_model_parallel_layout"),
+    ) {
         (Some(vp), _) => size(vp),
-        (None, Some(layout)) => layout::chunks(layout).map_or(1, |n| (n / size(e.pp())).max(1)),
+        (None, Some(layout)) => layout_stages(layout).map_or(1, |n| (n / size(e.pp())).max(1)),
         (None, None) => 1,
     }
-}
-
-/// The layout of ranks, for the configuration. Call after [`super::judge`].
-pub fn layout_of(e: &Effective) -> Parallel {
-    parallel(e)
 }
 
 pub const LAYOUT: &[Rule] = &[
@@ -149,11 +207,23 @@ pub const LAYOUT: &[Rule] = &[
             let dense = e.tp().saturating_mul(e.pp()).saturating_mul(e.cp());
             let expert = e.etp().saturating_mul(e.ep()).saturating_mul(e.pp());
             when(e.num_gpus % dense != 0, || {
-                format!("-ng {} does not divide by tp {} x pp {} x cp {} = {dense}", e.num_gpus, e.tp(), e.pp(), e.cp())
+                format!(
+                    "-ng {} does not divide by tp {} x pp {} x cp {} = {dense}",
+                    e.num_gpus,
+                    e.tp(),
+                    e.pp(),
+                    e.cp()
+                )
             })
             .or_else(|| {
                 when(e.moe() && e.num_gpus % expert != 0, || {
-                    format!("-ng {} does not divide by etp {} x ep {} x pp {} = {expert}", e.num_gpus, e.etp(), e.ep(), e.pp())
+                    format!(
+                        "-ng {} does not divide by etp {} x ep {} x pp {} = {expert}",
+                        e.num_gpus,
+                        e.etp(),
+                        e.ep(),
+                        e.pp()
+                    )
                 })
             })
         },
@@ -165,7 +235,9 @@ pub const LAYOUT: &[Rule] = &[
         broken: |e| {
             let (global, micro) = (e.size("train.global_batch_size"), e.size("train.micro_batch_size"));
             let share = micro.saturating_mul(e.dp().max(1));
-            when(global % share != 0, || format!("-gb {global} does not divide by -mb {micro} x dp {} = {share}", e.dp()))
+            when(global % share != 0, || {
+                format!("-gb {global} does not divide by -mb {micro} x dp {} = {share}", e.dp())
+            })
         },
     },
     Rule {
@@ -174,11 +246,21 @@ pub const LAYOUT: &[Rule] = &[
         remedy: "Choose -tp that divides heads, query groups (or is a multiple of them), MLP and expert widths and the vocabulary.",
         broken: |e| {
             let (tp, etp) = (e.tp(), e.etp());
-            let not = |key: &str, by: i64, what: &str| e.values.int(key).filter(|v| v % by != 0).map(|v| format!("{what} {by} does not divide {key} {v}"));
+            let not = |key: &str, by: i64, what: &str| {
+                e.values
+                    .int(key)
+                    .filter(|v| v % by != 0)
+                    .map(|v| format!("{what} {by} does not divide {key} {v}"))
+            };
             let groups = e.values.int("model.num_query_groups").filter(|g| *g % tp != 0 && tp % *g != 0);
-            let vocab = if e.values.on("model.should_pad_vocab") { None } else { not("model.vocab_size", tp, "-tp") };
+            let vocab =
+                if e.values.on("model.should_pad_vocab") { None } else { not("model.vocab_size", tp, "-tp") };
             not("model.num_attention_heads", tp, "-tp")
-                .or_else(|| groups.map(|g| format!("-tp {tp} and model.num_query_groups {g}: neither divides the other")))
+                .or_else(|| {
+                    groups.map(|g| {
+                        format!("-tp {tp} and model.num_query_groups {g}: neither divides the other")
+                    })
+                })
                 .or_else(|| not("model.ffn_hidden_size", tp, "-tp"))
                 .or_else(|| not("model.moe_shared_expert_intermediate_size", tp, "-tp"))
                 .or_else(|| not("model.moe_ffn_hidden_size", etp, "-et"))
@@ -193,24 +275,50 @@ pub const LAYOUT: &[Rule] = &[
             let (heads, hidden) = (e.size("model.num_attention_heads"), e.size("model.hidden_size"));
             let groups = e.values.int("model.num_query_groups").unwrap_or(heads);
             let channels = e.values.int("model.kv_channels");
-            when(heads % groups != 0, || format!("model.num_attention_heads {heads} does not divide by model.num_query_groups {groups}"))
-                .or_else(|| when(channels.is_none() && !e.values.on("model.multi_latent_attention") && hidden % heads != 0, || {
-                    format!("model.hidden_size {hidden} does not divide by {heads} heads")
-                }))
-                .or_else(|| when(hidden % VECTOR != 0, || format!("model.hidden_size {hidden} is no multiple of {VECTOR}")))
-                .or_else(|| channels.filter(|c| c % VECTOR != 0).map(|c| format!("model.kv_channels {c} is no multiple of {VECTOR}")))
+            when(heads % groups != 0, || {
+                format!(
+                    "model.num_attention_heads {heads} does not divide by model.num_query_groups {groups}"
+                )
+            })
+            .or_else(|| {
+                when(
+                    channels.is_none() && !e.values.on("model.multi_latent_attention") && hidden % heads != 0,
+                    || format!("model.hidden_size {hidden} does not divide by {heads} heads"),
+                )
+            })
+            .or_else(|| {
+                when(hidden % VECTOR != 0, || {
+                    format!("model.hidden_size {hidden} is no multiple of {VECTOR}")
+                })
+            })
+            .or_else(|| {
+                channels
+                    .filter(|c| c % VECTOR != 0)
+                    .map(|c| format!("model.kv_channels {c} is no multiple of {VECTOR}"))
+            })
         },
     },
     Rule {
         id: "M09",
-        wrong: "experts that do not divide by -ep, fewer experts than a token needs, or expert parallelism without experts",
+        wrong: "experts that do not divide by -ep, fewer experts than a token needs, a single expert, or expert parallelism without experts",
         remedy: "Choose -ep that divides the experts, and at least model.moe_router_topk experts.",
         broken: |e| {
             let (experts, ep) = (e.experts(), e.ep());
             let topk = e.size("model.moe_router_topk");
             when(!e.moe() && ep > 1, || format!("-ep {ep} on {}, which has no experts", e.recipe))
-                .or_else(|| when(e.moe() && experts % ep != 0, || format!("-ep {ep} does not divide {experts} experts")))
-                .or_else(|| when(e.moe() && topk > experts, || format!("model.moe_router_topk {topk} of {experts} experts")))
+                .or_else(|| {
+                    when(experts == 1, || "model.num_moe_experts 1: one expert is a dense MLP".to_owned())
+                })
+                .or_else(|| {
+                    when(e.moe() && experts % ep != 0, || {
+                        format!("-ep {ep} does not divide {experts} experts")
+                    })
+                })
+                .or_else(|| {
+                    when(e.moe() && topk > experts, || {
+                        format!("model.moe_router_topk {topk} of {experts} experts")
+                    })
+                })
         },
     },
     Rule {
@@ -219,34 +327,27 @@ pub const LAYOUT: &[Rule] = &[
         remedy: "Choose -sl a multiple of 2 x cp (cp above 1), and of tp x cp with sequence parallelism.",
         broken: |e| {
             let (seq, cp, tp) = (e.size("dataset.seq_length"), e.cp(), e.tp());
-            when(cp > 1 && seq % cp.saturating_mul(2) != 0, || format!("-sl {seq} does not divide by 2 x cp {cp}")).or_else(|| {
+            when(cp > 1 && seq % cp.saturating_mul(2) != 0, || {
+                format!("-sl {seq} does not divide by 2 x cp {cp}")
+            })
+            .or_else(|| {
                 let by = cp.saturating_mul(tp);
-                when(tp > 1 && e.values.on("model.sequence_parallel") && seq % by != 0, || format!("-sl {seq} does not divide by tp {tp} x cp {cp}"))
+                when(tp > 1 && e.values.on("model.sequence_parallel") && seq % by != 0, || {
+                    format!("-sl {seq} does not divide by tp {tp} x cp {cp}")
+                })
             })
         },
     },
     Rule {
         id: "M11",
-        wrong: "layers that cannot be split over the pipeline stages, or a stage that does not exist",
-        remedy: "Choose -pp and -vp that divide the layers, or a --pipeline_model_parallel_layout with one entry per (virtual) stage; --pp_rank below -pp.",
+        wrong: "a pipeline stage that does not exist, or virtual stages without a pipeline",
+        remedy: "Choose --pp_rank below -pp, and -vp only with -pp above 1 (-vp None switches it off).",
         broken: |e| {
-            let p = parallel(e);
-            let mtp = usize::try_from(e.values.int("model.mtp_num_layers").unwrap_or(0)).unwrap_or(0);
+            let p = layout_of(e);
             when(p.pp_rank >= p.pp, || format!("--pp_rank {} with {} pipeline stages", p.pp_rank, p.pp))
-                .or_else(|| when(p.vp > 1 && p.pp == 1, || format!("-vp {} without pipeline stages (-pp 1)", p.vp)))
-                .or_else(|| layout::stages(&p, e.layers.len(), mtp).err())
-        },
-    },
-    Rule {
-        id: "M12",
-        wrong: "a hybrid pattern with unknown letters, or of another length than the layers",
-        remedy: "Write model.hybrid_override_pattern with one of M, *, -, E per layer.",
-        broken: |e| {
-            let pattern = e.values.text("model.hybrid_override_pattern")?;
-            let layers = e.values.int("model.num_layers").unwrap_or(0);
-            let letters = i64::try_from(pattern.chars().count()).unwrap_or(i64::MAX);
-            when(pattern.chars().any(|c| !"M*-E".contains(c)), || format!("model.hybrid_override_pattern={pattern}"))
-                .or_else(|| when(letters != layers, || format!("model.hybrid_override_pattern has {letters} letters for {layers} layers")))
+                .or_else(|| {
+                    when(p.vp > 1 && p.pp == 1, || format!("-vp {} without pipeline stages (-pp 1)", p.vp))
+                })
         },
     },
 ];

@@ -7,7 +7,7 @@ mod layout;
 
 use thiserror::Error;
 
-pub use layout::{Stage, pipeline_stages};
+pub use layout::{Stage, layout_stages, pipeline_stages};
 
 use crate::config::{LayerKind, RunConfig};
 use crate::recipe::{LayerError, Values, layer_kinds, padded_vocab};

@@ -128,6 +128,12 @@ fn take_extra(count: Option<&mut usize>, counted: bool, what: &str) -> Result<()
     }
 }
 
+/// Virtual stages that a layout string spells, from which the size of a virtual pipeline follows; `None` if it is
+/// malformed.
+pub fn layout_stages(layout: &str) -> Option<usize> {
+    expand(layout).ok().map(|letters| letters.split('|').count())
+}
+
 fn from_layout(input: &ShareInput, layout: &str) -> Result<Vec<Stage>, ShareError> {
     let wrong = |reason: String| ShareError::Layout { layout: layout.to_owned(), reason };
     let letters = expand(layout).map_err(&wrong)?;
