@@ -2,6 +2,7 @@
 //! graphs, memory plans of both arms.
 
 use crate::capture::{ArmPlan, RunPlan};
+use crate::config::RunConfig;
 use crate::program::{Part, Pass, Program};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -91,6 +92,24 @@ pub fn describe(plan: &RunPlan, gpu: &str) -> Value {
         "memory": memory(&plan.eager),
         "graph_arm": graph,
     })
+}
+
+/// What was understood, for a person.
+pub fn heading(cfg: &RunConfig, function: &str) -> String {
+    let (p, b, g) = (&cfg.parallel, &cfg.batch, &cfg.graph);
+    let scope: Vec<String> = g.scope.iter().map(name).collect();
+    let scope = if scope.is_empty() { "-".into() } else { scope.join(",") };
+    format!(
+        "{function}\n\
+         {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}\n\
+         micro-batch {}, sequence {}, micro-batches {} of {}\n\
+         graphs: {} scope {scope}, warm-up {}, RNG tracker {}\n\
+         approximations: {}\n",
+        cfg.identity.num_gpus, p.tp, p.pp, p.cp, p.ep, p.dp, p.pp_rank,
+        b.micro_batch_size, b.seq_length, b.num_microbatches, b.num_microbatches_recipe,
+        name(g.implementation), g.warmup_steps, if g.te_rng_tracker { "on" } else { "off" },
+        if cfg.approximations.is_empty() { "none".into() } else { cfg.approximations.join(", ") }
+    )
 }
 
 /// The same for a person.

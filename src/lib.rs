@@ -2,9 +2,14 @@
 
 pub mod args;
 pub mod capture;
+pub mod commands;
+pub mod compile;
 pub mod config;
 pub mod device;
 pub mod doctor;
+pub mod dryrun;
+pub mod dump;
+pub mod features;
 pub mod keys;
 pub mod measure;
 pub mod ops;
@@ -13,8 +18,6 @@ pub mod program;
 pub mod recipe;
 pub mod report;
 pub mod rules;
-pub mod workloads;
-pub mod dryrun;
-pub mod dump;
-pub mod layout;
+pub mod run;
 pub mod selftest;
+pub mod workloads;

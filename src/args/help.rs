@@ -23,7 +23,8 @@ pub fn render(main: &mut Command, subcommands: &Command) -> String {
         let _ = writeln!(page, "  {:<10} {about}", c.get_name());
     }
     let mut groups: Vec<&str> = Vec::new();
-    let headings = main.get_arguments().filter(|a| !a.is_positional()).map(|a| a.get_help_heading().unwrap_or("Other"));
+    let headings =
+        main.get_arguments().filter(|a| !a.is_positional()).map(|a| a.get_help_heading().unwrap_or("Other"));
     for heading in headings.chain(REFUSED.iter().map(|r| r.group)) {
         if !groups.contains(&heading) {
             groups.push(heading);
@@ -31,7 +32,9 @@ pub fn render(main: &mut Command, subcommands: &Command) -> String {
     }
     for group in groups {
         let _ = writeln!(page, "\n{group}:");
-        let ours = |a: &&Arg| !a.is_positional() && !a.is_hide_set() && a.get_help_heading().unwrap_or("Other") == group;
+        let ours = |a: &&Arg| {
+            !a.is_positional() && !a.is_hide_set() && a.get_help_heading().unwrap_or("Other") == group
+        };
         for arg in main.get_arguments().filter(ours) {
             page += &option(arg);
         }
@@ -39,7 +42,11 @@ pub fn render(main: &mut Command, subcommands: &Command) -> String {
             let names: Vec<String> = refused
                 .options
                 .iter()
-                .map(|(short, long)| if short.is_empty() { (*long).to_owned() } else { format!("{short} {long}") })
+                .map(
+                    |(short, long)| {
+                        if short.is_empty() { (*long).to_owned() } else { format!("{short} {long}") }
+                    },
+                )
                 .collect();
             page += &wrap(&format!("Refused ({}): {}", refused.reason, names.join(", ")), 2);
         }
@@ -53,7 +60,11 @@ fn option(arg: &Arg) -> String {
     names.extend(arg.get_visible_aliases().unwrap_or_default().iter().map(|a| format!("-{a}")));
     names.push(format!("--{}", arg.get_long().unwrap_or_default()));
     let takes = arg.get_action().takes_values();
-    let value = arg.get_value_names().filter(|_| takes).and_then(|v| v.first()).map_or(String::new(), |v| format!(" <{v}>"));
+    let value = arg
+        .get_value_names()
+        .filter(|_| takes)
+        .and_then(|v| v.first())
+        .map_or(String::new(), |v| format!(" <{v}>"));
     let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
     let choices: Vec<String> = arg.get_possible_values().iter().map(|v| v.get_name().to_owned()).collect();
     if takes && !choices.is_empty() && !arg.is_hide_possible_values_set() {

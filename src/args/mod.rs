@@ -89,6 +89,9 @@ pub enum RecipesCommand {
         /// Folder of your own recipes
         #[arg(long, value_name = "DIR")]
         recipes_dir: Option<PathBuf>,
+        /// text or json
+        #[arg(long, value_name = "FORM", default_value = "text")]
+        format: Format,
     },
     /// Every setting of one recipe
     #[command(rename_all = "snake_case")]
@@ -220,7 +223,9 @@ fn normalise(command: &clap::Command, tokens: &[String]) -> Result<(Vec<String>,
             continue;
         }
         if let Some(reason) = refused::reason(name) {
-            return Err(ArgsError::Usage(format!("error: {name} is an option of the harness that mbperf refuses: {reason}. Leave it out.")));
+            return Err(ArgsError::Usage(format!(
+                "error: {name} is an option of the harness that mbperf refuses: {reason}. Leave it out."
+            )));
         }
         let Some(arg) = find(name) else {
             let flag = |c: char| command.get_arguments().any(|a| a.get_short() == Some(c) && !takes_value(a));
@@ -236,16 +241,18 @@ fn normalise(command: &clap::Command, tokens: &[String]) -> Result<(Vec<String>,
         match value {
             Some(v) => out.push(format!("--{long}={v}")),
             // The value may be left out: an override that follows is not it.
-            None if takes_value(arg) && arg.get_num_args().is_some_and(|n| n.min_values() == 0) => {
-                match rest.next_if(|t| !t.contains('=') && (!t.starts_with('-') || t.parse::<f64>().is_ok())) {
-                    Some(v) => out.push(format!("--{long}={v}")),
-                    None => out.push(format!("--{long}=None")),
-                }
-            }
+            None if takes_value(arg) && arg.get_num_args().is_some_and(|n| n.min_values() == 0) => match rest
+                .next_if(|t| !t.contains('=') && (!t.starts_with('-') || t.parse::<f64>().is_ok()))
+            {
+                Some(v) => out.push(format!("--{long}={v}")),
+                None => out.push(format!("--{long}=None")),
+            },
             None if takes_value(arg) => {
                 out.push(format!("--{long}"));
                 // A lone value that looks like an option is clap's to refuse.
-                out.extend(rest.next_if(|t| !t.starts_with('-') || *t == "-" || t.parse::<f64>().is_ok()).cloned());
+                out.extend(
+                    rest.next_if(|t| !t.starts_with('-') || *t == "-" || t.parse::<f64>().is_ok()).cloned(),
+                );
             }
             None => out.push(format!("--{long}")),
         }
@@ -255,14 +262,22 @@ fn normalise(command: &clap::Command, tokens: &[String]) -> Result<(Vec<String>,
 
 /// The message for an option that is neither ours nor the harness's.
 fn unknown(command: &clap::Command, name: &str) -> ArgsError {
-    let longs = command.get_arguments().filter(|a| !a.is_hide_set()).filter_map(|a| a.get_long()).map(|l| format!("--{l}"));
+    let longs = command
+        .get_arguments()
+        .filter(|a| !a.is_hide_set())
+        .filter_map(|a| a.get_long())
+        .map(|l| format!("--{l}"));
     let shorts = command.get_arguments().flat_map(|a| {
         let one = a.get_short().map(|c| format!("-{c}"));
-        one.into_iter().chain(a.get_visible_aliases().unwrap_or_default().into_iter().map(|n| format!("-{n}")))
+        one.into_iter()
+            .chain(a.get_visible_aliases().unwrap_or_default().into_iter().map(|n| format!("-{n}")))
     });
     let names: Vec<String> = if name.starts_with("--") { longs.collect() } else { shorts.collect() };
     let wanted = name.replace('-', "_").replacen("__", "--", 1);
-    let hint = match nearest(if name.starts_with("--") { &wanted } else { name }, names.iter().map(String::as_str)) {
+    let hint = match nearest(
+        if name.starts_with("--") { &wanted } else { name },
+        names.iter().map(String::as_str),
+    ) {
         Some(n) => format!(" Did you mean `{n}`?"),
         None => " `mbperf --help` lists every option.".to_owned(),
     };
@@ -272,15 +287,19 @@ fn unknown(command: &clap::Command, name: &str) -> ArgsError {
 /// A token that is no option must be `key=value`.
 fn check_override(text: &str) -> Result<(), ArgsError> {
     let usage = |message: String| Err(ArgsError::Usage(format!("error: {message}")));
-    let legal = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
+    let legal =
+        |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
     match text.split_once('=') {
         Some((key, _)) if legal(key) => Ok(()),
-        Some((key, _)) => usage(format!("`{text}`: `{key}` is no configuration key; write it as model.num_layers=16")),
-        None if SCOPES.iter().any(|(n, _)| *n == text) => {
-            usage(format!("`{text}` stands alone; scopes are joined by commas: --cuda_graph_scope attn,{text}"))
+        Some((key, _)) => {
+            usage(format!("`{text}`: `{key}` is no configuration key; write it as model.num_layers=16"))
         }
+        None if SCOPES.iter().any(|(n, _)| *n == text) => usage(format!(
+            "`{text}` stands alone; scopes are joined by commas: --cuda_graph_scope attn,{text}"
+        )),
         None => {
-            let hint = nearest(text, SUBCOMMANDS).map_or(String::new(), |n| format!(" Did you mean `mbperf {n}`?"));
+            let hint =
+                nearest(text, SUBCOMMANDS).map_or(String::new(), |n| format!(" Did you mean `mbperf {n}`?"));
             usage(format!("`{text}` is neither an option nor a `key=value` override.{hint}"))
         }
     }

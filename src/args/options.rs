@@ -152,7 +152,13 @@ pub struct Data {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Parallelism arguments", rename_all = "snake_case")]
 pub struct Parallelism {
-    #[arg(long, visible_alias = "tp", value_name = "N", allow_negative_numbers = true, help = "Tensor parallel ranks")]
+    #[arg(
+        long,
+        visible_alias = "tp",
+        value_name = "N",
+        allow_negative_numbers = true,
+        help = "Tensor parallel ranks"
+    )]
     pub tensor_model_parallel_size: Option<i64>,
     /// Pipeline stages
     #[arg(long, visible_alias = "pp", value_name = "N", allow_negative_numbers = true)]

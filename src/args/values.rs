@@ -37,11 +37,17 @@ pub fn nearest<'a>(wrong: &str, names: impl IntoIterator<Item = &'a str>) -> Opt
     /// Below this similarity a guess confuses more than it helps (clap uses 0.7 for its own).
     const SIMILAR: f64 = 0.7;
     let score = |name: &str| strsim::jaro_winkler(&wrong.to_lowercase(), name);
-    names.into_iter().map(|n| (score(n), n)).filter(|(s, _)| *s > SIMILAR).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, n)| n)
+    names
+        .into_iter()
+        .map(|n| (score(n), n))
+        .filter(|(s, _)| *s > SIMILAR)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, n)| n)
 }
 
 fn one_of(wrong: &str, names: &[&str]) -> String {
-    let hint = nearest(wrong, names.iter().copied()).map_or(String::new(), |n| format!(" Did you mean `{n}`?"));
+    let hint =
+        nearest(wrong, names.iter().copied()).map_or(String::new(), |n| format!(" Did you mean `{n}`?"));
     format!("`{wrong}` is not one of {}.{hint}", names.join(", "))
 }
 

@@ -1,1 +1,212 @@
-//! measure
+//! Measuring: equality of the arms first, then blocks in ABBA order, an interval and a verdict.
+//!
+//! Knows the [`Executor`] alone: neither kernels nor recipes. Statistics rest on steps of phase `steady`.
+
+mod blocks;
+mod equality;
+pub mod options;
+pub mod outcome;
+pub mod progress;
+mod session;
+pub mod stats;
+pub mod verdict;
+
+#[cfg(test)]
+mod tests;
+
+pub use options::Options;
+pub use outcome::{ArmResult, Outcome, Status, StepRecord, exit_code};
+pub use progress::{Hooks, Progress, Silent, StepSink, Update};
+pub use verdict::{MIN_PAIRS, Verdict};
+
+use crate::device::{Arm, DeviceError, Executor, GraphCost, Phase};
+use outcome::{Equality, Pacing, Stopped, split, summarise_health};
+use session::{Session, Stop};
+
+/// What is known so far; survives a failure.
+#[derive(Default)]
+struct Found {
+    cost: Option<GraphCost>,
+    equality: Option<Equality>,
+    first_replay_ms: Option<f64>,
+    stopped: Option<Stopped>,
+    busy: Vec<Result<f64, String>>,
+}
+
+/// Measures one program. Graphs are destroyed when it returns, however it ends; how it ended is in
+/// [`Outcome::status`]. `options` must have passed [`Options::check`].
+pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'a>) -> Outcome {
+    let mut session = Session::new(executor, hooks);
+    let mut found = Found::default();
+    let run = measure(&mut session, options, &mut found);
+    let closed = session.close();
+    let status = match run.and(closed) {
+        Ok(()) => Status::Ok,
+        Err(Stop::Interrupted) => Status::Interrupted,
+        Err(Stop::Failed(failure)) => Status::Failed(failure),
+    };
+    conclude(session, options, found, status)
+}
+
+fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Result<(), Stop> {
+    options.check().map_err(DeviceError::internal)?;
+    let proof = equality::check(session, options, &mut found.cost)?;
+    found.equality = proof.equality;
+    found.first_replay_ms = proof.first_replay_ms;
+    found.stopped = Some(blocks::time(session, options, &proof.step_ms)?);
+    check_phases(session)?;
+    if options.busy {
+        session.hooks.progress.stage("profiling pass");
+        for arm in options.sides() {
+            session.check_interrupt()?;
+            found.busy.push(session.executor.busy_ms(arm));
+        }
+    }
+    Ok(())
+}
+
+/// Every step behind a statistic is `steady`, and every steady step is behind one.
+fn check_phases(session: &Session) -> Result<(), DeviceError> {
+    let counted: usize = session.blocks.iter().map(|b| b.steady_steps).sum();
+    let steady = session.steps.iter().filter(|s| s.phase == Phase::Steady).count();
+    if counted == steady && steady > 0 {
+        return Ok(());
+    }
+    Err(DeviceError::internal(format!("{counted} steps were counted, {steady} were steady")))
+}
+
+/// Figures of one side from its steady steps and blocks.
+fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, arm: Arm) -> ArmResult {
+    let steady = |pacing| {
+        session.steps.iter().filter(move |s| s.side == side && s.phase == Phase::Steady && s.pacing == pacing)
+    };
+    let of =
+        |pacing, pick: fn(&StepRecord) -> Option<f64>| steady(pacing).filter_map(pick).collect::<Vec<_>>();
+    let median = |pacing, pick| stats::median(&of(pacing, pick));
+    let wall = of(Pacing::RunAhead, |s| Some(s.wall_ms));
+    let blocks: Vec<_> =
+        session.blocks.iter().filter(|b| b.side == side && b.pacing == Pacing::RunAhead).collect();
+    let block_medians: Vec<f64> = blocks.iter().map(|b| b.wall_ms_median).collect();
+    let half_changes: Vec<f64> = blocks.iter().filter_map(|b| b.half_change).collect();
+    let step_time_ms = stats::median(&wall);
+    let last = session.steps.iter().rev().find(|s| s.side == side);
+    let busy = found.busy.get(side);
+    ArmResult {
+        side,
+        arm,
+        steps_steady: wall.len(),
+        blocks: blocks.len(),
+        step_time_ms,
+        // Blocks give the interval, steps the median: the interval is widened if need be to hold it.
+        step_time_ms_ci95: stats::median_interval(&block_medians)
+            .zip(step_time_ms)
+            .map(|((low, high), middle)| (low.min(middle), high.max(middle))),
+        step_time_ms_p05: stats::percentile(&wall, 0.05),
+        step_time_ms_p95: stats::percentile(&wall, 0.95),
+        host_submit_ms: median(Pacing::RunAhead, |s| Some(s.submit_ms)),
+        host_wait_ms: median(Pacing::RunAhead, |s| Some(s.wait_ms)),
+        device_span_ms: median(Pacing::RunAhead, |s| s.device_span_ms),
+        steps_sync: steady(Pacing::Sync).count(),
+        step_time_ms_sync: median(Pacing::Sync, |s| Some(s.wall_ms)),
+        host_submit_ms_sync: median(Pacing::Sync, |s| Some(s.submit_ms)),
+        device_span_ms_sync: median(Pacing::Sync, |s| s.device_span_ms),
+        device_busy_ms: busy.and_then(|b| b.as_ref().ok()).copied(),
+        busy_note: busy.and_then(|b| b.as_ref().err()).cloned(),
+        launches_per_step: session.executor.launches_per_step(arm),
+        planned_bytes: session.executor.planned_bytes(arm),
+        loss_last: last.and_then(|s| s.loss),
+        grad_norm_last: last.and_then(|s| s.grad_norm),
+        health: summarise_health(blocks.iter().map(|b| &b.health)),
+        steady: verdict::steady_state(&block_medians, &half_changes, options.margin),
+    }
+}
+
+fn conclude(mut session: Session, options: &Options, found: Found, status: Status) -> Outcome {
+    let arms: Vec<ArmResult> = options
+        .sides()
+        .into_iter()
+        .enumerate()
+        .map(|(side, arm)| arm_result(&session, options, &found, side, arm))
+        .collect();
+    let ok = matches!(status, Status::Ok);
+    let pairs = blocks::pairs(&session.blocks, Pacing::RunAhead);
+    let ratio = verdict::log_ratio(&pairs).filter(|_| ok).map(|i| split(i.map(f64::exp)));
+    let speedup = ratio.map(|(value, _)| value);
+    let speedup_ci95 = ratio.map(|(_, ci95)| ci95).filter(|_| pairs.len() >= MIN_PAIRS);
+    let clocks: Vec<f64> = arms.iter().filter_map(|a| a.health.sm_clock_mhz_median).collect();
+    let speedup_cycles = match clocks[..] {
+        [a, b] if b > 0.0 => speedup.map(|s| s * a / b),
+        _ => None,
+    };
+    let verdict = (ok && arms.len() == 2).then(|| verdict::judge(speedup_ci95, options.margin));
+    let saved_ms = match (&arms[..], speedup_ci95) {
+        ([a, b], Some((low, _))) if low > 1.0 && options.aa.is_none() => a.step_time_ms.zip(b.step_time_ms),
+        _ => None,
+    };
+    let break_even_steps = found.cost.as_ref().zip(saved_ms).and_then(|(cost, (a, b))| {
+        verdict::break_even(cost.capture_ms + cost.instantiate_ms + cost.upload_ms, a - b)
+    });
+    let notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    let sync = verdict::log_ratio(&blocks::pairs(&session.blocks, Pacing::Sync)).filter(|_| ok);
+    Outcome {
+        status,
+        arms,
+        speedup,
+        speedup_ci95,
+        speedup_cycles,
+        speedup_sync: sync.map(|i| i.value.exp()),
+        pairs: pairs.len(),
+        verdict,
+        margin: options.margin,
+        stopped: found.stopped,
+        equality: found.equality,
+        graph_cost: found.cost,
+        first_replay_ms: found.first_replay_ms,
+        break_even_steps,
+        blocks: std::mem::take(&mut session.blocks),
+        steps: std::mem::take(&mut session.steps),
+        notices,
+    }
+}
+
+/// SM clocks of the arms that differ by more than this make the time ratio unlike the cycle ratio.
+const CLOCK_DIFFERENCE: f64 = 0.01;
+
+fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>, unfilled: [usize; 2]) -> Vec<String> {
+    let mut notices = Vec::new();
+    if stopped.is_none() {
+        return notices;
+    }
+    if arms.len() == 2 && pairs < MIN_PAIRS {
+        let more = if stopped == Some(Stopped::MaxSteps) { "-ms" } else { "--max_time" };
+        notices.push(format!(
+            "{pairs} pairs of blocks are too few for an interval ({MIN_PAIRS} are needed): raise {more}"
+        ));
+    }
+    for (arm, unfilled) in arms.iter().zip(unfilled).filter(|(arm, n)| n * 10 > arm.blocks) {
+        notices.push(format!(
+            "{} arm: host and device are nearly equally fast, and in {unfilled} of {} blocks the launch queue \
+             did not fill: its step time may be too low; compare the _sync columns, or raise --max_time",
+            arm.arm, arm.blocks
+        ));
+    }
+    for arm in arms {
+        if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {
+            notices.push(format!("{} arm: steady state not reached: {reason}", arm.arm));
+        }
+    }
+    if let [Some(a), Some(b)] = arms.iter().map(|a| a.health.sm_clock_mhz_median).collect::<Vec<_>>()[..]
+        && (a / b - 1.0).abs() > CLOCK_DIFFERENCE
+    {
+        notices
+            .push(format!("the arms ran at different SM clocks ({a:.0} and {b:.0} MHz): see speedup_cycles"));
+    }
+    let throttled = arms.iter().filter_map(|a| a.health.throttle_reasons.as_deref()).find(|r| !r.is_empty());
+    if let Some(reasons) = throttled {
+        notices.push(format!("clocks were held back: {reasons}"));
+    }
+    if let Some(others) = arms.iter().filter_map(|a| a.health.other_processes_max).max().filter(|n| *n > 0) {
+        notices.push(format!("{others} other process(es) computed on this GPU"));
+    }
+    notices
+}

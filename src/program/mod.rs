@@ -69,6 +69,8 @@ pub enum Init {
     Const {
         value: f64,
     },
+    /// A view that adds nothing: its bytes are what the buffers below it say.
+    Inherit,
     /// Filled with a poison pattern (NaN bytes), to be written before it is read.
     Poison,
     /// fp32 copy of another buffer (master weights of a weight), elements from `offset` on.

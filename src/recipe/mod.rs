@@ -4,6 +4,7 @@
 //! for all models is in `recipes/defaults.json`. `recipes/README.md` describes the format. All files are
 //! compiled into the binary; `--recipes_dir` adds a user's own.
 
+mod derived;
 mod file;
 mod print;
 mod select;
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use thiserror::Error;
 
+pub use derived::{LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
 pub use print::{print_list, print_show};
 pub use select::Selector;
 
@@ -51,6 +53,23 @@ pub struct Recipe {
     /// Codes of known oddities, explained by [`issue_meaning`].
     pub issues: Vec<String>,
 }
+
+impl Recipe {
+    /// Why the recipe cannot run as written, if so; other settings may make it possible.
+    /// `RankShare` refuses the same layouts with the numbers.
+    pub fn impossible(&self) -> Option<&'static str> {
+        let codes = self.issues.iter().filter(|code| IMPOSSIBLE.contains(&code.as_str()));
+        codes.filter_map(|code| issue_meaning(code)).next()
+    }
+}
+
+/// Issues that make a recipe impossible as written.
+const IMPOSSIBLE: &[&str] = &[
+    "expert_grid_does_not_fit",
+    "gbs_not_multiple_of_mbs_times_dp",
+    "layers_do_not_fill_pipeline",
+    "vp_conflicts_with_pipeline_layout",
+];
 
 /// One model, without its recipes' settings.
 #[derive(Debug, Clone, PartialEq)]
@@ -162,6 +181,7 @@ const ISSUES: &[(&str, &str)] = &[
         "impl_none_but_external_cuda_graph_set",
         "implementation none, but the deprecated external_cuda_graph is set",
     ),
+    ("layers_do_not_fill_pipeline", "the layers cannot be split evenly over pp and vp"),
     ("mhc_flag_name_differs_in_mcore", "a hyper-connection flag has another name in Megatron Core"),
     ("model_and_dataset_seq_length_differ", "model.seq_length and dataset.seq_length differ"),
     ("nccl_ub_without_fsdp", "NCCL user buffers without FSDP have no effect"),
@@ -172,3 +192,6 @@ const ISSUES: &[(&str, &str)] = &[
     ("te_rng_flags_differ", "model and rng section disagree on the RNG tracker"),
     ("vp_conflicts_with_pipeline_layout", "the pipeline layout has another number of stages than pp x vp"),
 ];
+
+#[cfg(test)]
+mod tests;

@@ -35,13 +35,20 @@ impl Catalogue {
     pub fn select(&self, ask: &Selector) -> Result<Recipe, RecipeError> {
         let (family, model) = (ask.family.to_lowercase(), ask.recipe.to_lowercase());
         let variant = ask.variant.as_deref().map(str::to_lowercase).unwrap_or_default();
+        // `-c` has no fp8_ds: such a dtype is asked for as a variant.
+        let by_variant = |r: &Recipe| r.issues.iter().any(|i| i == "dtype_not_selectable_on_command_line");
+        let (dtype, variant) =
+            match self.recipes().iter().any(|r| r.model == model && r.dtype == variant && by_variant(r)) {
+                true => (variant.as_str(), ""),
+                false => (ask.dtype.as_str(), variant.as_str()),
+            };
         let levels: [Level; 6] = [
             ("-m", &family, |r| &r.family),
             ("-mr", &model, |r| &r.model),
             ("-g", &ask.gpu, |r| &r.gpu),
-            ("-c", &ask.dtype, |r| &r.dtype),
+            ("-c", dtype, |r| &r.dtype),
             ("--task", &ask.task, |r| &r.task),
-            ("-cv", &variant, |r| r.variant.as_deref().unwrap_or("")),
+            ("-cv", variant, |r| r.variant.as_deref().unwrap_or("")),
         ];
         let mut left: Vec<&Recipe> = self.recipes().iter().collect();
         for (depth, (flag, asked, of)) in levels.iter().enumerate() {

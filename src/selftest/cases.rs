@@ -9,7 +9,7 @@ use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::grouped_gemm::GroupedGemm;
-use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, GatherScalars, MoeSort};
+use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
 use crate::ops::rng::Rng;
@@ -66,7 +66,7 @@ fn norm_and_rope(add: &mut Add) {
     }
     for positions in [Positions::whole(1, 1), Positions::whole(2, 65), Positions { batch: 1, seq: 130, chunks: [(65, 65), (4031, 65)] }] {
         for (q_heads, kv_heads, head_dim, rotary_dim, qk_norm) in [(4, 2, 64, 64, None), (8, 1, 128, 128, Some(1e-6)), (4, 4, 64, 32, Some(1e-5))] {
-            let fwd = QkvRopeFwd { positions: positions.clone(), q_heads, kv_heads, head_dim, rotary_dim, base: 5e5, qk_norm, scaling: None };
+            let fwd = QkvRopeFwd { positions, q_heads, kv_heads, head_dim, rotary_dim, base: 5e5, qk_norm, scaling: None };
             add(Arc::new(QkvRopeBwd::of(&fwd)));
             add(Arc::new(fwd));
         }
@@ -81,7 +81,7 @@ fn attention(add: &mut Add) {
         for (q_heads, kv_heads, head_dim) in [(4, 1, 128), (4, 2, 64), (2, 2, 128)] {
             for p in [0.0, 0.1] {
                 let dropout = (p > 0.0).then_some(Dropout { p, rng: RNG });
-                let shape = AttnShape { positions: positions.clone(), kv_len, q_heads, kv_heads, head_dim, dropout };
+                let shape = AttnShape { positions, kv_len, q_heads, kv_heads, head_dim, dropout };
                 add(Arc::new(AttnFwd { shape: shape.clone() }));
                 add(Arc::new(AttnBwd { shape }));
             }
@@ -137,7 +137,7 @@ fn moe(add: &mut Add) {
     for (score, pre_softmax, scaling, forced, expert_bias) in routers {
         for (tokens, experts, topk) in [(1, 8, 2), (77, 128, 8), (300, 60, 4), (130, 256, 8)] {
             let fwd = RouterFwd { tokens, experts, topk, score, pre_softmax, scaling, forced, skew: forced.is_some(), expert_bias };
-            add(Arc::new(RouterBwd::of(&fwd, 1e-3, 0.5)));
+            add(Arc::new(RouterBwd { tokens, experts, topk, score, pre_softmax, scaling, aux_coeff: 1e-3, aux_scale: 0.5 }));
             add(Arc::new(fwd));
         }
     }
@@ -146,7 +146,7 @@ fn moe(add: &mut Add) {
         add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows }));
     }
     for (rows, in_rows, hidden, div) in [(8, 4, 8, 2), (616, 77, 264, 8), (300, 300, 2048, 1)] {
-        for probs in [None, Some(in_rows * div)] {
+        for probs in [false, true] {
             add(Arc::new(GatherRows { rows, in_rows, hidden, div, probs }));
         }
     }
@@ -156,7 +156,6 @@ fn moe(add: &mut Add) {
         }
     }
     add(Arc::new(ChunkMap { experts: 32, local: 8, rows: 500 }));
-    add(Arc::new(GatherScalars { rows: 77, in_rows: 77 }));
     for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
         for (experts, rows, n, k) in [(1, 1, 8, 8), (5, 333, 136, 264), (8, 1500, 768, 256), (8, 2000, 256, 1536)] {
             for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {

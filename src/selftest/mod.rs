@@ -4,7 +4,7 @@
 //! graph bit for bit with dropout on; replays that draw fresh numbers; a thousand replays; capture and destroy
 //! without growth; the host cost of a launch.
 
-mod cases;
+pub mod cases;
 mod large;
 mod ops;
 mod steps;
@@ -57,7 +57,10 @@ fn odd_sizes(log: &mut Log, options: &CudaOptions) {
     for op in cases::odd() {
         by_name.entry(op.name()).or_default().push(op);
     }
-    for (name, list) in by_name.into_iter().filter(|(n, _)| log.wants(n)) {
+    for (name, list) in by_name {
+        if !log.wants(name) {
+            continue;
+        }
         let count = list.len();
         let mut worst: BTreeMap<&'static str, ops::Checked> = BTreeMap::new();
         let mut bad = Vec::new();

@@ -22,7 +22,7 @@ struct Dims {
 
 fn dims(cfg: &RunConfig, share: &RankShare) -> Dims {
     let head = cfg.model.kv_channels;
-    Dims { head, q: share.q_heads * head, kv: share.kv_heads * head, qkv: (share.q_heads + 2 * share.kv_heads) * head }
+    Dims { head, q: share.heads * head, kv: share.kv_heads * head, qkv: (share.heads + 2 * share.kv_heads) * head }
 }
 
 /// Residual products are scaled by the depth: std / sqrt(2 layers) (Megatron-Core `scaled_init_method_normal`).
@@ -51,13 +51,13 @@ impl Stack<'_> {
         let m = &self.cfg.model;
         QkvRopeFwd {
             positions: self.positions,
-            q_heads: self.share.q_heads,
+            q_heads: self.share.heads,
             kv_heads: self.share.kv_heads,
             head_dim: m.kv_channels,
             rotary_dim: (m.kv_channels as f64 * m.rotary_percent) as usize,
             base: m.rotary_base,
             qk_norm: m.qk_layernorm.then_some(m.layernorm_epsilon),
-            scaling: m.rope_scaling.clone(),
+            scaling: m.rope_scaling,
         }
     }
 
@@ -68,12 +68,12 @@ impl Stack<'_> {
 
     fn attn_shape(&mut self, l: usize) -> AttnShape {
         let m = &self.cfg.model;
-        let (p, index, seed) = (m.attention_dropout, self.share.layers[l].0, self.model_seed());
+        let (p, index, seed) = (m.attention_dropout, self.share.layers[l].index, self.model_seed());
         let dropout = (p > 0.0).then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
         AttnShape {
             positions: self.positions,
             kv_len: self.positions.seq * self.context_ranks(),
-            q_heads: self.share.q_heads,
+            q_heads: self.share.heads,
             kv_heads: self.share.kv_heads,
             head_dim: self.cfg.model.kv_channels,
             dropout,
@@ -84,7 +84,7 @@ impl Stack<'_> {
     pub(super) fn attention_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
         self.b.at(Some(l), Part::Attn, Pass::Forward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
-        let index = self.share.layers[l].0;
+        let index = self.share.layers[l].index;
         let w = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.attn.{what}.weight"));
         let (norm_w, qkv_w, proj_w) = (w(self, "norm")?, w(self, "qkv")?, w(self, "proj")?);
         let (y, _) = self.norm(l, "attn.norm", x, norm_w);
@@ -98,13 +98,13 @@ impl Stack<'_> {
         }
         args.extend([q, k, v]);
         if self.cfg.model.qk_layernorm {
-            args.push(self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.q_heads + self.share.kv_heads]));
+            args.push(self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.heads + self.share.kv_heads]));
         }
         self.b.launch(self.rope(), &args);
         let (k, v) = (self.gather_context(l, "k", k, d.kv), self.gather_context(l, "v", v, d.kv));
         let shape = self.attn_shape(l);
         let o = self.act(l, "attn.o", &[t, d.q]);
-        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.q_heads, self.positions.seq]);
+        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.heads, self.positions.seq]);
         let mut args = vec![q, k, v];
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
@@ -116,7 +116,7 @@ impl Stack<'_> {
     pub(super) fn attention_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
         self.b.at(Some(l), Part::Attn, Pass::Backward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
-        let index = self.share.layers[l].0;
+        let index = self.share.layers[l].index;
         let w = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.attn.{what}.weight"));
         let (norm_w, qkv_w, proj_w) = (w(self, "norm")?, w(self, "qkv")?, w(self, "proj")?);
         let dproj = self.closing_gradient(l, "attn", dout);
@@ -130,7 +130,7 @@ impl Stack<'_> {
         let gathered = |n: &str| if ranks > 1 { format!("attn.{n}.context") } else { format!("attn.{n}") };
         let q = self.act(l, "attn.q", &[t, d.q]);
         let [k, v] = ["k", "v"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
-        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.q_heads, self.positions.seq]);
+        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.heads, self.positions.seq]);
         let dq = self.act(l, "attn.dq", &[t, d.q]);
         let [dk, dv] = ["dk", "dv"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
         let shape = self.attn_shape(l);
@@ -145,7 +145,7 @@ impl Stack<'_> {
         let mut args = vec![dq, dk, dv];
         if self.cfg.model.qk_layernorm {
             let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
-            let rstd = self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.q_heads + self.share.kv_heads]);
+            let rstd = self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.heads + self.share.kv_heads]);
             args.extend([qkv, w(self, "q_norm")?.value, w(self, "k_norm")?.value, rstd]);
         }
         args.push(dqkv);

@@ -106,7 +106,7 @@ impl Stack<'_> {
 
     fn hidden_dropout(&mut self, l: usize, name: &str) -> Dropout {
         let seed = self.model_seed();
-        let index = self.share.layers[l].0;
+        let index = self.share.layers[l].index;
         Dropout { p: self.cfg.model.hidden_dropout, rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed) }
     }
 

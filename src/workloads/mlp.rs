@@ -29,7 +29,7 @@ impl Stack<'_> {
     /// `x -> x + mlp(norm(x))`, `[split_tokens, hidden]`.
     pub(super) fn mlp_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
         self.b.at(Some(l), Part::Mlp, Pass::Forward);
-        let index = self.share.layers[l].0;
+        let index = self.share.layers[l].index;
         let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);
         let norm_w = self.weights.get(&format!("layer{index}.mlp.norm.weight"))?;
         let (y, _) = self.norm(l, "mlp.norm", x, norm_w);
@@ -41,7 +41,7 @@ impl Stack<'_> {
 
     pub(super) fn mlp_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
         self.b.at(Some(l), Part::Mlp, Pass::Backward);
-        let index = self.share.layers[l].0;
+        let index = self.share.layers[l].index;
         let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);
         let norm_w = self.weights.get(&format!("layer{index}.mlp.norm.weight"))?;
         let dout_rows = self.closing_gradient(l, "mlp", dout);
@@ -55,7 +55,7 @@ impl Stack<'_> {
 
     /// `silu(gate) * up` of `y fc1^T`: `[tokens, ffn]`.
     pub(super) fn gated_forward(&mut self, l: usize, prefix: &str, y: BufId, f: usize) -> Result<BufId, WorkloadError> {
-        let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].0);
+        let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].index);
         let fc1 = self.weights.get(&format!("layer{index}.{prefix}.fc1.weight"))?;
         let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
         self.forward_product(gate_up, y, fc1.value, t, 2 * f, h, None);
@@ -67,7 +67,7 @@ impl Stack<'_> {
     /// Gradients of a gated MLP from that of its output; returns `dy (+ add)`, `[tokens, hidden]`.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn gated_backward(&mut self, l: usize, prefix: &str, y: BufId, dout: BufId, f: usize, add: Option<BufId>) -> Result<BufId, WorkloadError> {
-        let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].0);
+        let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].index);
         let weight = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.{prefix}.{what}.weight"));
         let (fc1, fc2) = (weight(self, "fc1")?, weight(self, "fc2")?);
         let act = self.act(l, &format!("{prefix}.act"), &[t, f]);

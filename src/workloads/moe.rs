@@ -34,7 +34,7 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
         Spec::normal(name("router"), moe.num_experts, m.hidden_size, m.init_method_std),
     ];
     if let Some(width) = moe.shared_expert_intermediate_size {
-        out.extend(gated(cfg, &format!("layer{index}.moe.shared"), share.shared_ffn, width));
+        out.extend(gated(cfg, &format!("layer{index}.moe.shared"), share.shared_expert_ffn.unwrap_or(0), width));
     }
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
     out.push(Spec::normal(name("experts.fc1"), local * 2 * f, m.hidden_size, m.init_method_std).expert());
@@ -105,7 +105,7 @@ impl Stack<'_> {
     }
 
     fn moe_weight(&self, l: usize, what: &str) -> Result<Weight, WorkloadError> {
-        self.weights.get(&format!("layer{}.moe.{what}.weight", self.share.layers[l].0))
+        self.weights.get(&format!("layer{}.moe.{what}.weight", self.share.layers[l].index))
     }
 
     fn router(&mut self, l: usize) -> Result<RouterFwd, WorkloadError> {
@@ -115,7 +115,7 @@ impl Stack<'_> {
             Routing::Balanced | Routing::Skewed => true,
         };
         let seed = super::PIPELINE_SEED * self.cfg.parallel.pp_rank as u32;
-        let rng: Option<Rng> = forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].0), seed));
+        let rng: Option<Rng> = forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
         Ok(RouterFwd {
             tokens: self.split_tokens,
             experts: moe.num_experts,
@@ -130,7 +130,7 @@ impl Stack<'_> {
     }
 
     fn expert_bias(&mut self, l: usize, experts: usize) -> BufId {
-        let name = format!("layer{}.moe.expert_bias", self.share.layers[l].0);
+        let name = format!("layer{}.moe.expert_bias", self.share.layers[l].index);
         self.b.buffer(&name, DType::F32, &[experts], Lifetime::Constant, Init::Const { value: 0.0 })
     }
 
@@ -170,7 +170,7 @@ impl Stack<'_> {
             self.counts_to_host(l, &d, offsets);
         }
         let (mut rows, mut row_probs) = (self.act(l, "moe.rows", &[d.rows, d.h]), self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]));
-        self.b.launch(GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: Some(d.t * d.topk) }, &[y, src, probs, rows, row_probs]);
+        self.b.launch(GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: true }, &[y, src, probs, rows, row_probs]);
 
         self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
         let mut local_offsets = offsets;
@@ -184,7 +184,7 @@ impl Stack<'_> {
             self.b.launch(ChunkMap { experts: d.experts, local: d.local, rows: d.rows }, &[offsets, local_offsets, map, inverse]);
             rows = self.act(l, "moe.sorted", &[d.rows, d.h]);
             row_probs = self.act_as(l, "moe.sorted_probs", DType::F32, &[d.rows]);
-            self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: Some(d.rows) }, &[sent, map, sent_probs, rows, row_probs]);
+            self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: true }, &[sent, map, sent_probs, rows, row_probs]);
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]);
@@ -194,7 +194,7 @@ impl Stack<'_> {
         let mut out_rows = self.act(l, "moe.out_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
         if d.two_sorts {
-            out_rows = self.unsort_and_return(l, &d, "moe.out", out_rows);
+            out_rows = self.unsort_and_return(l, &d, "moe.out", out_rows, None).0;
         }
         self.combine(l, &d, out_rows, dest, x, shared)
     }
@@ -225,7 +225,7 @@ impl Stack<'_> {
         let [dest, src] = [("moe.dest", d.t * d.topk), ("moe.src", d.rows)].map(|(n, len)| self.act_as(l, n, DType::I32, &[len]));
         let offsets = self.act_as(l, "moe.offsets", DType::I32, &[d.bins + 1]);
         let mut drows = self.act(l, "moe.drows", &[d.rows, d.h]);
-        self.b.launch(GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: None }, &[dsum, src, drows]);
+        self.b.launch(GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: false }, &[dsum, src, drows]);
         let mut local_offsets = offsets;
         let (mut rows, mut row_probs) = (self.act(l, "moe.rows", &[d.rows, d.h]), self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]));
         if d.two_sorts {
@@ -235,7 +235,7 @@ impl Stack<'_> {
             let sent = self.all_to_all(l, "moe.drows", drows, DType::Bf16, d.rows, d.h);
             let map = self.act_as(l, "moe.chunk_src", DType::I32, &[d.rows]);
             drows = self.act(l, "moe.dsorted", &[d.rows, d.h]);
-            self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: None }, &[sent, map, drows]);
+            self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: false }, &[sent, map, drows]);
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let (act, gate_up) = (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]));
@@ -249,8 +249,9 @@ impl Stack<'_> {
         let mut dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, 2 * d.f, Layout::Nn)?;
         if d.two_sorts {
-            dx_rows = self.unsort_and_return(l, &d, "moe.dx", dx_rows);
-            drow_probs = self.unsort_probs(l, &d, drow_probs);
+            let (rows, probs) = self.unsort_and_return(l, &d, "moe.dx", dx_rows, Some(drow_probs));
+            dx_rows = rows;
+            drow_probs = probs.unwrap_or(drow_probs);
         }
         if !d.flex {
             self.b.at(Some(l), Part::MoePreprocess, Pass::Backward);
@@ -270,7 +271,16 @@ impl Stack<'_> {
         let aux = matches!(moe.load_balancing_type.as_str(), "aux_loss" | "seq_aux_loss" | "global_aux_loss");
         // The auxiliary loss is scaled like the main one: by the micro-batches of a step.
         let aux_scale = 1.0 / self.cfg.batch.num_microbatches as f32;
-        let op = RouterBwd::of(&router, if aux && !self.cfg.stack_only { moe.aux_loss_coeff } else { 0.0 }, aux_scale);
+        let op = RouterBwd {
+            tokens: d.t,
+            experts: d.experts,
+            topk: d.topk,
+            score: router.score,
+            pre_softmax: router.pre_softmax,
+            scaling: router.scaling,
+            aux_coeff: if aux && !self.cfg.stack_only { moe.aux_loss_coeff } else { 0.0 },
+            aux_scale,
+        };
         self.b.launch(op, &[scores, probs, index, dprobs, counts, dlogits]);
         let y = self.act(l, "moe.norm.out", &[d.t, d.h]);
         let router_w = self.moe_weight(l, "router")?;
@@ -288,7 +298,7 @@ impl Stack<'_> {
         if moe.shared_expert_intermediate_size.is_none() {
             return Ok(None);
         }
-        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_ffn);
+        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_expert_ffn.unwrap_or(0));
         let y = self.gather_tokens(l, "moe.norm", y, h);
         let act = self.gated_forward(l, "moe.shared", y, f)?;
         let fc2 = self.moe_weight(l, "shared.fc2")?;
@@ -301,7 +311,7 @@ impl Stack<'_> {
         if moe.shared_expert_intermediate_size.is_none() {
             return Ok(dy);
         }
-        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_ffn);
+        let (h, f) = (self.cfg.model.hidden_size, self.share.shared_expert_ffn.unwrap_or(0));
         let y = self.gather_tokens(l, "moe.norm", y, h);
         let dout = self.gather_tokens(l, "moe.shared.dout", dout, h);
         if !self.split() && self.cfg.parallel.tp == 1 {
@@ -352,31 +362,36 @@ impl Stack<'_> {
         out
     }
 
-    /// Sorted rows back into the order they came in, and back to their senders.
-    fn unsort_and_return(&mut self, l: usize, d: &Dims, name: &str, rows: BufId) -> BufId {
+    /// Sorted rows, and one number a row, back into the order they came in, and back to their senders.
+    fn unsort_and_return(&mut self, l: usize, d: &Dims, name: &str, rows: BufId, scalars: Option<BufId>) -> (BufId, Option<BufId>) {
         let inverse = self.act_as(l, "moe.chunk_dest", DType::I32, &[d.rows]);
         let unsorted = self.act(l, &format!("{name}.unsorted"), &[d.rows, d.h]);
-        self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: None }, &[rows, inverse, unsorted]);
-        self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.h)
-    }
-
-    /// The same for the gradients of the rows' probabilities.
-    fn unsort_probs(&mut self, l: usize, d: &Dims, dprobs: BufId) -> BufId {
-        let inverse = self.act_as(l, "moe.chunk_dest", DType::I32, &[d.rows]);
-        let unsorted = self.act_as(l, "moe.drow_probs.unsorted", DType::F32, &[d.rows]);
-        self.b.launch(crate::ops::moe_permute::GatherScalars { rows: d.rows, in_rows: d.rows }, &[dprobs, inverse, unsorted]);
-        self.all_to_all(l, "moe.drow_probs", unsorted, DType::F32, d.rows, 1)
+        let op = GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: scalars.is_some() };
+        let Some(scalars) = scalars else {
+            self.b.launch(op, &[rows, inverse, unsorted]);
+            return (self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.h), None);
+        };
+        let name_of_scalars = format!("{name}.scalars");
+        let unsorted_scalars = self.act_as(l, &format!("{name_of_scalars}.unsorted"), DType::F32, &[d.rows]);
+        self.b.launch(op, &[rows, inverse, scalars, unsorted, unsorted_scalars]);
+        let returned = self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.h);
+        (returned, Some(self.all_to_all(l, &name_of_scalars, unsorted_scalars, DType::F32, d.rows, 1)))
     }
 
     /// Set when more rows arrive than the buffers hold: one word a layer, in one buffer.
     fn overflow_word(&mut self, l: usize) -> BufId {
         let layers = self.share.layers.len();
         let all = self.b.buffer("moe.overflow", DType::I32, &[layers], Lifetime::StepState, Init::Const { value: 0.0 });
-        if self.b.program.faults.is_empty() {
-            let meaning = "more expert rows were received than the buffers hold; raise --moe_row_bound or the rank capacity factor";
-            self.b.program.faults.push((all, meaning.into()));
-        }
         let name = format!("l{l}.moe.overflow");
-        self.b.find(&name).unwrap_or_else(|| self.b.view(&name, all, l, &[1], Init::Const { value: 0.0 }, Default::default()))
+        if let Some(id) = self.b.find(&name) {
+            return id;
+        }
+        let id = self.b.view(&name, all, l, &[1], Init::Inherit, Default::default());
+        let meaning = format!(
+            "layer {} received more expert rows than its buffers hold; raise --moe_row_bound or the rank capacity factor",
+            self.share.layers[l].index
+        );
+        self.b.program.faults.push((id, meaning));
+        id
     }
 }

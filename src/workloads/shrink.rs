@@ -78,6 +78,10 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         b.seq_length = b.seq_length.min(SEQUENCE);
     }
     b.micro_batch_size = b.micro_batch_size.min(2);
+    // The small job is whole: its GPUs and its batch fit the groups and the micro-batches that are run.
+    let p = &cfg.parallel;
+    cfg.identity.num_gpus = p.tp * p.pp * p.cp * p.dp;
+    b.global_batch_size = b.micro_batch_size * p.dp * b.num_microbatches;
     format!("{before} -> {}", summary(cfg))
 }
 

@@ -1,6 +1,6 @@
 //! The order of a step: tokens; every micro-batch forward and backward; gradient reduction; optimizer.
 
-use super::share::RankShare;
+use super::share::{LocalLayer, RankShare};
 use super::weights::Weights;
 use super::{Stack, Sublayer, WorkloadError, sublayers};
 use crate::config::RunConfig;
@@ -31,11 +31,11 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
     let p = &cfg.parallel;
     let batch = cfg.batch.micro_batch_size;
     let positions = if p.cp > 1 && !cfg.stack_only {
-        Positions { batch, seq: share.seq_local, chunks: share.chunks }
+        Positions { batch, seq: share.seq, chunks: share.seq_chunks }
     } else {
-        Positions::whole(batch, share.seq_local)
+        Positions::whole(batch, share.seq)
     };
-    let tokens = batch * share.seq_local;
+    let tokens = batch * share.seq;
     let split_tokens = if p.tp > 1 && p.sequence_parallel && !cfg.stack_only { tokens / p.tp } else { tokens };
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
@@ -53,7 +53,7 @@ fn step_end(cfg: &RunConfig) -> StepEnd {
 impl Stack<'_> {
     fn forward(&mut self, mut x: BufId) -> Result<(BufId, Vec<BufId>), WorkloadError> {
         let mut inputs = Vec::new();
-        for (l, &(_, kind)) in self.share.layers.iter().enumerate() {
+        for (l, &LocalLayer { kind, .. }) in self.share.layers.iter().enumerate() {
             for sublayer in sublayers(kind)? {
                 inputs.push(x);
                 x = match sublayer {
@@ -67,7 +67,7 @@ impl Stack<'_> {
     }
 
     fn backward(&mut self, mut dx: BufId, mut inputs: Vec<BufId>) -> Result<BufId, WorkloadError> {
-        for (l, &(_, kind)) in self.share.layers.iter().enumerate().rev() {
+        for (l, &LocalLayer { kind, .. }) in self.share.layers.iter().enumerate().rev() {
             for sublayer in sublayers(kind)?.iter().rev() {
                 let x = inputs.pop().ok_or_else(|| WorkloadError::Internal("more backward than forward parts".into()))?;
                 dx = match sublayer {

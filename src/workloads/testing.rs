@@ -73,6 +73,8 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
     cfg.model.qk_layernorm = true;
     cfg.parallel.ep = 2;
     cfg.parallel.dp = 2;
+    cfg.identity.num_gpus = 2;
+    cfg.batch.global_batch_size = 4;
     cfg.model.moe = Some(Moe {
         num_experts: 8,
         router_topk: 2,

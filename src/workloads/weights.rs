@@ -1,7 +1,7 @@
 //! Weights and their main gradients, each kind in one flat buffer, so that the gradient norm, the optimizer
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
-use super::share::RankShare;
+use super::share::{LocalLayer, RankShare};
 use super::{Sublayer, WorkloadError, attention, head, mlp, moe, sublayers};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
@@ -78,7 +78,7 @@ impl Weights {
         if share.has_embedding && !cfg.stack_only {
             specs.push(head::embedding_weight(cfg, share));
         }
-        for &(index, kind) in &share.layers {
+        for &LocalLayer { index, kind } in &share.layers {
             for sublayer in sublayers(kind)? {
                 specs.extend(match sublayer {
                     Sublayer::Attention => attention::weights(cfg, share, index),
@@ -110,7 +110,7 @@ impl Weights {
             for s in mine {
                 let shape = [s.rows, s.cols];
                 let value = b.view(&s.name, values, at, &shape, s.init.clone(), s.shard.clone());
-                let grad = b.view(&format!("{}.grad", s.name), grads, at, &shape, zero.clone(), Shard::default());
+                let grad = b.view(&format!("{}.grad", s.name), grads, at, &shape, Init::Inherit, Shard::default());
                 out.by_name.insert(s.name.clone(), Weight { value, grad });
                 at += padded(s);
             }

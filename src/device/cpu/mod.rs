@@ -7,6 +7,7 @@ mod storage;
 
 pub use storage::{Storage, global_index, name_hash};
 
+use super::inject::{Inject, Kind};
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
 use crate::program::{BufId, Lifetime};
@@ -20,6 +21,8 @@ pub struct CpuExecutor {
     /// Launch indices by graph id, once captured.
     graphs: Vec<Vec<usize>>,
     captured: bool,
+    phase: Phase,
+    inject: Option<Inject>,
     /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
     omit_launch: Option<usize>,
     finished: VecDeque<Result<Finished, DeviceError>>,
@@ -28,7 +31,7 @@ pub struct CpuExecutor {
 }
 
 impl CpuExecutor {
-    pub fn new(plan: RunPlan, omit_launch: Option<usize>) -> Result<Self, DeviceError> {
+    pub fn new(plan: RunPlan, inject: Option<Inject>, omit_launch: Option<usize>) -> Result<Self, DeviceError> {
         // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
         let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
         let storage = Storage::new(&widest, plan.seed);
@@ -37,6 +40,8 @@ impl CpuExecutor {
             storage,
             graphs: Vec::new(),
             captured: false,
+            phase: Phase::Prepare,
+            inject,
             omit_launch,
             finished: VecDeque::new(),
             tickets: 0,
@@ -52,9 +57,12 @@ impl CpuExecutor {
     }
 
     fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
+        let wrong = self.fault()?;
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
+        // A wrong result: the first launch of a layer is skipped, its output is an earlier step's.
+        let mut skip = wrong;
         for segment in &plan.segments {
             let list: Vec<usize> = match segment.graph {
                 Some(g) if replay => {
@@ -65,6 +73,10 @@ impl CpuExecutor {
             };
             for i in list {
                 let launch = &plan.program.launches[i];
+                if skip && launch.layer.is_some() {
+                    skip = false;
+                    continue;
+                }
                 let t = Instant::now();
                 self.storage.run(&plan.program, launch)?;
                 if launch.host_sync() {
@@ -73,6 +85,16 @@ impl CpuExecutor {
             }
         }
         Ok(wait_ms)
+    }
+
+    /// Fails if a fault is injected here; true if this step is to compute a wrong result.
+    fn fault(&mut self) -> Result<bool, DeviceError> {
+        let phase = self.phase;
+        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
+            None => Ok(false),
+            Some(Kind::WrongResult) => Ok(true),
+            Some(kind) => Err(kind.error(phase)),
+        }
     }
 
     fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
@@ -90,7 +112,9 @@ impl Executor for CpuExecutor {
     fn info(&self) -> DeviceInfo {
         DeviceInfo { device: "cpu".into(), attention_backend: Some("reference".into()), ..Default::default() }
     }
-    fn set_phase(&mut self, _phase: Phase) {}
+    fn set_phase(&mut self, phase: Phase) {
+        self.phase = phase;
+    }
     fn reset(&mut self) -> Result<(), DeviceError> {
         let program = self.plan.graph.as_ref().unwrap_or(&self.plan.eager).program.clone();
         self.storage.reset(&program)
@@ -108,12 +132,13 @@ impl Executor for CpuExecutor {
     }
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         let start = Instant::now();
+        let mut wrong = self.fault()?;
         let plan = self.arm(Arm::Graph)?.clone();
         self.graphs = vec![Vec::new(); plan.graphs()];
         for segment in &plan.segments {
             let Some(g) = segment.graph else { continue };
             if self.graphs[g].is_empty() {
-                let omit = self.omit_launch;
+                let omit = if std::mem::take(&mut wrong) { Some(segment.launches.start) } else { self.omit_launch };
                 self.graphs[g] = segment.launches.clone().filter(|i| Some(*i) != omit).collect();
             }
             // Equal work: what was recorded is what the eager arm issues for this segment, staging apart.

@@ -61,6 +61,9 @@ impl Storage {
     /// Every buffer as its `Init` says, in the order of ids; activations are poisoned.
     pub fn reset(&mut self, program: &Program) -> Result<(), DeviceError> {
         for (i, b) in program.buffers.iter().enumerate() {
+            if b.init == Init::Inherit {
+                continue;
+            }
             let (root, offset) = program.root(BufId(i as u32));
             let copied = match &b.init {
                 Init::CopyOf { source, offset } => {
@@ -81,7 +84,7 @@ impl Storage {
                             }
                         }
                         Init::Const { value } => part.fill(round(*value as f32)),
-                        Init::Poison => part.fill(f32::NAN),
+                        Init::Poison | Init::Inherit => part.fill(f32::NAN),
                         Init::CopyOf { .. } => part.copy_from_slice(&copied.unwrap_or_default()),
                         Init::Words { .. } => return Err(DeviceError::internal(format!("{} holds floats, not words", b.name))),
                     }

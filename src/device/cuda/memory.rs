@@ -134,6 +134,7 @@ impl Memory {
     ) -> Result<(), DeviceError> {
         let refuse = |what: &str| Err(DeviceError::internal(format!("{}: {what}", buffer.name)));
         match &buffer.init {
+            Init::Inherit => Ok(()),
             Init::Poison => stream.fill(at, POISON, buffer.bytes()),
             Init::Const { value } => constant(stream, at, buffer, *value),
             Init::Words { words } => {

@@ -201,6 +201,7 @@ impl Op for LossSum {
 mod tests {
     use super::super::testing::{check_f32_against_f64, check_gradient, inputs, run_f64};
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
 
     #[test]
     fn gradient_agrees_with_finite_differences() {
@@ -243,5 +244,17 @@ mod tests {
     fn losses_add_to_what_was_there() {
         let op = LossSum { tokens: 3, scale: 0.5 };
         assert_eq!(run_f64(&op, &[vec![1.0, 2.0, 3.0], vec![10.0]])[1], [13.0]);
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        for (tokens, vocab) in [(1, 1), (7, 50_257), (8192, 128_256), (3, 1_000_003)] {
+            offline.prepare(&CrossEntropy { tokens, vocab, grad_scale: 1.0 }).unwrap();
+            offline.prepare(&LossSum { tokens, scale: 1.0 }).unwrap();
+        }
+        let e = offline.prepare(&CrossEntropy { tokens: 1, vocab: 0, grad_scale: 1.0 }).unwrap_err();
+        assert!(e.to_string().contains("vocab is 0"), "{e}");
     }
 }

@@ -233,6 +233,7 @@ impl Op for EmbeddingBwd {
 mod tests {
     use super::super::testing::{check_f32_against_f64, check_op_gradient, inputs, normals, run_f64};
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
 
     #[test]
     fn rows_outside_the_rank_are_zero() {
@@ -277,5 +278,21 @@ mod tests {
                 check_f32_against_f64(&backward, &inputs(&backward, 4));
             }
         }
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        for (tokens, hidden, grad) in
+            [(1, 8, DType::Bf16), (7, 2048, DType::F32), (8191, 16_384, DType::Bf16)]
+        {
+            let (vocab, vocab_start) = (50_257, 3);
+            offline.prepare(&EmbeddingFwd { tokens, vocab, vocab_start, hidden }).unwrap();
+            offline.prepare(&EmbeddingBwd { tokens, vocab, vocab_start, hidden, grad }).unwrap();
+        }
+        let odd = EmbeddingFwd { tokens: 1, vocab: 1, vocab_start: 0, hidden: 12 };
+        let e = offline.prepare(&odd).unwrap_err().to_string();
+        assert!(e.contains("hidden is 12"), "{e}");
     }
 }

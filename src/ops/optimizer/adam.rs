@@ -139,6 +139,7 @@ impl Op for Adam {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
     use crate::ops::testing::{check_f32_against_f64, inputs, run_f64};
 
     fn adam(len: usize, grad: DType) -> Adam {
@@ -181,6 +182,19 @@ mod tests {
         for (len, grad) in [(1, DType::Bf16), (7, DType::F32), (20_011, DType::Bf16)] {
             let op = adam(len, grad);
             check_f32_against_f64(&op, &inputs(&op, 3));
+        }
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        for grad in [DType::Bf16, DType::F32] {
+            let op = adam(3_000_000_001, grad);
+            offline.prepare(&op).unwrap();
+            // A shard that starts at an odd element takes the kernel without vectors.
+            let shifted: Vec<DevPtr> = (1..=7).map(|i| DevPtr((i << 40) + 4)).collect();
+            op.prepare(&mut offline.prep(), &shifted, DevPtr(0)).unwrap();
         }
     }
 }

@@ -168,6 +168,7 @@ impl Op for GradNormFinish {
 mod tests {
     use super::super::testing::{check_f32_against_f64, inputs, run_f64};
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
 
     #[test]
     fn partials_hold_every_element_once() {
@@ -198,5 +199,15 @@ mod tests {
     fn the_number_of_partials_is_bounded() {
         assert_eq!((partials(0), partials(4096), partials(4097)), (1, 1, 2));
         assert_eq!(partials(2_000_000_000), MAX_PARTIALS);
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        for dtype in [DType::Bf16, DType::F32] {
+            offline.prepare(&GradNormPartial { len: 3_000_000_001, dtype, partials: MAX_PARTIALS }).unwrap();
+        }
+        offline.prepare(&GradNormFinish { partials: MAX_PARTIALS, clip: 1.0 }).unwrap();
     }
 }

@@ -250,6 +250,8 @@ impl Op for RmsNormBwd {
 /// Columns that one block of `column_sum` sums, and its threads.
 const COLUMNS_PER_BLOCK: usize = 32;
 const COLUMN_SUM_THREADS: u32 = 256;
+/// Columns of one 16-byte access of fp32.
+const COLUMNS_PER_THREAD: usize = 4;
 
 impl Op for ColumnSum {
     fn name(&self) -> &'static str {
@@ -278,11 +280,21 @@ impl Op for ColumnSum {
         args: &[DevPtr],
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
-        if self.rows == 0 || self.cols == 0 {
+        if self.cols == 0 || (self.rows == 0 && self.accumulate) {
             return Ok(Issue::Nothing);
         }
-        for (what, n) in [("cols", self.cols), ("first", self.first), ("width", self.width)] {
-            check_multiple(self.name(), what, n, 4)?;
+        if self.rows == 0 {
+            return Ok(Issue::Zero { dst: args[1], bytes: self.cols * self.out.size() });
+        }
+        check_multiple(self.name(), "cols", self.cols, COLUMNS_PER_THREAD)?;
+        check_multiple(self.name(), "width", self.width, COLUMNS_PER_THREAD)?;
+        let end = self.first + self.cols;
+        if !self.first.is_multiple_of(COLUMNS_PER_THREAD) || end > self.width {
+            return Err(DeviceError::Invalid(format!(
+                "column_sum: columns {}..{end} of {} do not fit, the kernel needs a first column that is a \
+                 multiple of {COLUMNS_PER_THREAD} and an end inside the row",
+                self.first, self.width
+            )));
         }
         let out = match self.out {
             DType::Bf16 => "bf16",
@@ -368,6 +380,30 @@ mod tests {
             let want: Vec<f64> = column_sums(&v[0], 12).iter().zip(&v[1]).map(|(s, d)| s + d).collect();
             assert!(relative_error(&run_f64(&op, &v)[1], &want) < 1e-14);
             check_f32_against_f64(&op, &v);
+        }
+    }
+
+    /// The k half of q and k weight gradients that lie side by side, overwritten and added.
+    #[test]
+    fn column_sum_takes_a_range_of_columns() {
+        for accumulate in [false, true] {
+            let op = ColumnSum { rows: 3, width: 16, first: 8, cols: 8, out: DType::F32, accumulate };
+            let v = inputs(&op, 9);
+            let old = |c: usize| if accumulate { v[1][c] } else { 0.0 };
+            let sums = column_sums(&v[0], 16);
+            let want: Vec<f64> = (0..8).map(|c| sums[8 + c] + old(c)).collect();
+            assert!(relative_error(&run_f64(&op, &v)[1], &want) < 1e-14);
+        }
+    }
+
+    #[test]
+    fn column_ranges_are_checked_when_prepared() {
+        let mut cuda = crate::device::cuda::prep::OfflinePrep::new("sm_90a").unwrap();
+        for (first, cols, legal) in
+            [(0, 16, true), (8, 8, true), (2, 8, false), (8, 12, false), (0, 6, false)]
+        {
+            let op = ColumnSum { rows: 3, width: 16, first, cols, out: DType::Bf16, accumulate: true };
+            assert_eq!(cuda.prepare(&op).is_ok(), legal, "{op:?}: {:?}", cuda.prepare(&op));
         }
     }
 

@@ -21,7 +21,7 @@ pub use positions::Positions;
 /// Frequency scaling of Llama 3.1 and later (`rope_scaling` of type `llama3` in the models' published
 /// configurations): waves longer than the original context are slowed by `factor`, short ones are kept, and
 /// those between are blended.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct RopeScaling {
     pub factor: f64,
     pub low_freq_factor: f64,
@@ -83,6 +83,19 @@ pub struct QkvRopeBwd {
 }
 
 impl QkvRopeBwd {
+    /// The gradient of a forward op.
+    pub fn of(f: &QkvRopeFwd) -> Self {
+        Self {
+            positions: f.positions,
+            q_heads: f.q_heads,
+            kv_heads: f.kv_heads,
+            head_dim: f.head_dim,
+            rotary_dim: f.rotary_dim,
+            base: f.base,
+            qk_norm: f.qk_norm,
+            scaling: f.scaling,
+        }
+    }
     /// The forward op of the same shape.
     pub fn forward(&self) -> QkvRopeFwd {
         QkvRopeFwd {

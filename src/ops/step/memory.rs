@@ -185,6 +185,7 @@ impl Op for Copy {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
     use crate::ops::testing::{check_f32_against_f64, inputs, run_f64};
 
     #[test]
@@ -209,5 +210,17 @@ mod tests {
             let values = inputs(&copy, 2);
             assert_eq!(run_f64(&copy, &values)[1], values[0]);
         }
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        let rng = Rng { seed_offset: 3, draw: 1 };
+        for dtype in [DType::Bf16, DType::F32] {
+            offline.prepare(&RandomFill { len: 20_001, std: 0.5, rng, dtype }).unwrap();
+        }
+        let large = RandomFill { len: 1 << 32, std: 0.5, rng, dtype: DType::F32 };
+        assert!(offline.prepare(&large).is_err());
     }
 }

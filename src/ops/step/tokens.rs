@@ -125,6 +125,7 @@ impl Op for TokenGen {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
     use crate::ops::rng::{WORD_MICRO_BATCH, WORD_STEP};
     use crate::ops::testing::run_f64;
 
@@ -182,5 +183,13 @@ mod tests {
         let op = TokenGen { positions, vocab: 8, rng: Rng { seed_offset: 0, draw: 0 } };
         let e = op.check().unwrap_err().to_string();
         assert!(e.contains("16777216"), "{e}");
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        let rng = Rng { seed_offset: 0, draw: 9 };
+        offline.prepare(&TokenGen { positions: Positions::whole(3, 77), vocab: VOCAB, rng }).unwrap();
     }
 }

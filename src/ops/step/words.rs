@@ -194,6 +194,7 @@ impl Op for MicroBatchAdvance {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cuda::prep::OfflinePrep;
     use crate::ops::rng::{WORD_SEED_HI, WORD_SEED_LO};
     use crate::ops::testing::run_f64;
 
@@ -238,5 +239,15 @@ mod tests {
         let after = run_f64(&StepBegin, &[busy, vec![]]);
         assert_eq!((after[0][WORD_MICRO_BATCH], after[0][WORD_STEP], after[1][0]), (0.0, 10.0, 0.0));
         assert_eq!((after[0][WORD_SEED_LO], after[0][WORD_SEED_HI]), (seed_lo, seed_hi));
+    }
+
+    /// Kernels exist, take these parameters, and compile where NVRTC is there.
+    #[test]
+    fn kernels_prepare() {
+        let mut offline = OfflinePrep::new("sm_90a").unwrap();
+        let ops: [&dyn Op; 3] = [&StepBegin, &MicroBatchAdvance, &SCHEDULE];
+        for op in ops {
+            offline.prepare(op).unwrap();
+        }
     }
 }

@@ -1,0 +1,113 @@
+//! Subcommands that only print, and what a failure's exit code is.
+
+use crate::args::{ArgsError, Command, CompileKernelsArgs, Format, RecipesCommand, SelftestArgs};
+use crate::capture::CaptureError;
+use crate::device::DeviceError;
+use crate::device::cuda::executor::CudaOptions;
+use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::overrides::UsageError;
+use crate::recipe::{Catalogue, RecipeError, print_list, print_show};
+use crate::report::OutputError;
+use crate::workloads::{WorkloadError, share::ShareError};
+use crate::{compile, doctor, measure, rules, selftest};
+use std::io::Write;
+use std::process::ExitCode;
+
+/// Wrong use found after parsing: exit 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Usage(pub String);
+
+/// Prints what the command line parser says.
+pub fn show(e: &ArgsError) -> ExitCode {
+    match e {
+        ArgsError::Show(text) => {
+            // A reader that closed the pipe has seen enough.
+            let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end());
+        }
+        ArgsError::Usage(text) => eprintln!("mbperf: {}", text.trim_start_matches("error: ")),
+    }
+    ExitCode::from(e.exit_code())
+}
+
+/// The exit code of DESIGN 6 for a failure outside measuring.
+pub fn exit_code(failure: &anyhow::Error) -> u8 {
+    if let Some(e) = failure.downcast_ref::<DeviceError>() {
+        return measure::exit_code(e);
+    }
+    if let Some(e) = failure.downcast_ref::<OutputError>() {
+        return e.exit_code();
+    }
+    let usage = failure.is::<UsageError>() || failure.is::<RecipeError>() || failure.is::<Usage>() || failure.is::<ShareError>();
+    let unbuilt = matches!(failure.downcast_ref::<WorkloadError>(), Some(WorkloadError::Unsupported(_)));
+    let no_scope = matches!(failure.downcast_ref::<CaptureError>(), Some(CaptureError::Nothing { .. }));
+    if usage || unbuilt || no_scope { 2 } else { 1 }
+}
+
+/// Runs a subcommand; returns the exit code.
+///
+/// # Errors
+/// What stops it, see [`exit_code`].
+pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
+    let mut out = std::io::stdout().lock();
+    let printed = match command {
+        Command::Recipes(c) => recipes(c, &mut out),
+        Command::Rules => rules(&mut out),
+        Command::Ops => compile::list(&mut out),
+        Command::Doctor(a) => {
+            if let Some(path) = &a.cuda_path {
+                set_path(path);
+            }
+            doctor::report(&mut out).map(|_| ()).map_err(Into::into)
+        }
+        Command::Selftest(a) => return self_test(a, &mut out),
+        Command::CompileKernels(a) => return compile_kernels(a, &mut out),
+        Command::Run(_) => Err(DeviceError::internal("a run is no subcommand").into()),
+    };
+    match printed {
+        // `mbperf rules | head` is no failure.
+        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => Ok(0),
+        other => other.map(|()| 0),
+    }
+}
+
+fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
+    if let Some(path) = &args.cuda_path {
+        set_path(path);
+    }
+    if let Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) = probe() {
+        return Err(DeviceError::Unavailable(format!("selftest needs a GPU: {why}; `cargo test` checks what needs none")).into());
+    }
+    let options = CudaOptions { cache_dir: args.kernel_cache.clone(), cuda_path: args.cuda_path.clone(), ..Default::default() };
+    Ok(if selftest::run(args, &options, out) { 0 } else { 1 })
+}
+
+fn compile_kernels(args: &CompileKernelsArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
+    Ok(if compile::run(&args.arch, args.cuda_path.as_deref(), out)? { 0 } else { 1 })
+}
+
+/// `mbperf recipes list|show`, written to `out`.
+///
+/// # Errors
+/// Recipes that do not load, no recipe of that name, or an output that cannot be written.
+pub fn recipes(command: &RecipesCommand, out: &mut dyn Write) -> anyhow::Result<()> {
+    match command {
+        RecipesCommand::List { filter, recipes_dir, format } => {
+            let catalogue = Catalogue::load(recipes_dir.as_deref())?;
+            print_list(&catalogue, filter.as_deref(), *format == Format::Json, out)?;
+        }
+        RecipesCommand::Show { name, recipes_dir } => {
+            let catalogue = Catalogue::load(recipes_dir.as_deref())?;
+            print_show(&catalogue, name, out)?;
+        }
+    }
+    Ok(())
+}
+
+/// `mbperf rules`: the table in the code, written to `out`.
+///
+/// # Errors
+/// An output that cannot be written.
+pub fn rules(out: &mut dyn Write) -> anyhow::Result<()> {
+    Ok(out.write_all(rules::print().as_bytes())?)
+}

@@ -1,0 +1,119 @@
+//! Simulated step times: a base, drift, autocorrelated noise, two modes.
+
+use std::f64::consts::TAU;
+
+/// A small deterministic source of random numbers (SplitMix64, Steele et al. 2014).
+#[derive(Debug, Clone)]
+struct Random(u64);
+
+impl Random {
+    fn word(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    /// In (0, 1].
+    fn unit(&mut self) -> f64 {
+        ((self.word() >> 11) + 1) as f64 / (1u64 << 53) as f64
+    }
+    /// Standard normal (Box and Muller 1958).
+    fn normal(&mut self) -> f64 {
+        (-2.0 * self.unit().ln()).sqrt() * (TAU * self.unit()).cos()
+    }
+}
+
+/// Relative noise of a step time, about 1.
+#[derive(Debug, Clone)]
+pub struct Noise {
+    random: Random,
+    /// Standard deviation of the autocorrelated part, and its correlation from step to step.
+    sigma: f64,
+    rho: f64,
+    state: f64,
+    /// Independent from step to step.
+    white: f64,
+    /// Relative change a second.
+    drift_per_s: f64,
+    /// Second mode: relative offset, and the chance a step to change modes.
+    mode: (f64, f64),
+    in_mode: bool,
+}
+
+impl Noise {
+    pub fn none() -> Self {
+        Self::seeded(0)
+    }
+    pub fn seeded(seed: u64) -> Self {
+        Self {
+            random: Random(seed),
+            sigma: 0.0,
+            rho: 0.0,
+            state: 0.0,
+            white: 0.0,
+            drift_per_s: 0.0,
+            mode: (0.0, 0.0),
+            in_mode: false,
+        }
+    }
+    /// First-order autoregression with stationary standard deviation `sigma`.
+    pub fn autocorrelated(mut self, sigma: f64, rho: f64) -> Self {
+        (self.sigma, self.rho) = (sigma, rho);
+        self.state = sigma * self.random.normal();
+        self
+    }
+    pub fn white(mut self, sigma: f64) -> Self {
+        self.white = sigma;
+        self
+    }
+    pub fn drift_per_s(mut self, drift: f64) -> Self {
+        self.drift_per_s = drift;
+        self
+    }
+    pub fn modes(mut self, offset: f64, change_probability: f64) -> Self {
+        self.mode = (offset, change_probability);
+        self
+    }
+
+    /// Factor for the next step, begun at `clock_ms`.
+    pub fn next(&mut self, clock_ms: f64) -> f64 {
+        let innovation = self.sigma * (1.0 - self.rho * self.rho).sqrt();
+        self.state = self.rho * self.state + innovation * self.random.normal();
+        if self.mode.1 > 0.0 && self.random.unit() < self.mode.1 {
+            self.in_mode = !self.in_mode;
+        }
+        let offset = if self.in_mode { self.mode.0 } else { 0.0 };
+        let drift = self.drift_per_s * clock_ms / 1e3;
+        (self.state + self.white * self.random.normal() + offset + drift).exp()
+    }
+}
+
+/// Step times of one arm.
+#[derive(Debug, Clone)]
+pub struct Times {
+    /// Device time without noise.
+    pub base_ms: f64,
+    /// Host time of issuing one step.
+    pub submit_ms: f64,
+    noise: Noise,
+}
+
+impl Times {
+    pub fn new(base_ms: f64) -> Self {
+        Self { base_ms, submit_ms: 0.1, noise: Noise::none() }
+    }
+    pub fn submit_ms(mut self, submit_ms: f64) -> Self {
+        self.submit_ms = submit_ms;
+        self
+    }
+    /// Noise of this arm alone.
+    pub fn noise(mut self, noise: Noise) -> Self {
+        self.noise = noise;
+        self
+    }
+    /// Device time of the next step.
+    pub fn next(&mut self, clock_ms: f64) -> f64 {
+        self.base_ms * self.noise.next(clock_ms)
+    }
+}

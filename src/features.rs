@@ -1,0 +1,196 @@
+//! What a recipe can ask for beyond the plain model: run in simpler form, or not built. What is in neither list is
+//! modelled.
+//!
+//! An approximated feature is named in the row's `approximations`. A feature that is not built passes a dry run with
+//! the notice `not_built`; only the run is refused.
+
+use crate::config::LayerKind;
+use crate::rules::Effective;
+
+/// What becomes of a feature.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// The run does less or other work than upstream, in the way that `note` says.
+    Approximated,
+    /// There is no code.
+    NotBuilt,
+}
+
+/// One feature.
+pub struct Feature {
+    /// Name in the row's `approximations`, or in the reason.
+    pub name: &'static str,
+    pub state: State,
+    /// How it is approximated, or what to do in its place.
+    pub note: &'static str,
+    pub asked: fn(&Effective) -> bool,
+}
+
+const fn approximated(name: &'static str, note: &'static str, asked: fn(&Effective) -> bool) -> Feature {
+    Feature { name, state: State::Approximated, note, asked }
+}
+
+const fn not_built(name: &'static str, note: &'static str, asked: fn(&Effective) -> bool) -> Feature {
+    Feature { name, state: State::NotBuilt, note, asked }
+}
+
+/// The table.
+pub const FEATURES: &[Feature] = &[
+    approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| {
+        e.args.mbperf.run_dtype.is_some() && e.args.performance.compute_dtype != "bf16"
+    }),
+    approximated(
+        "pp_order",
+        "the stage's micro-batches run forward and backward one after the other, without transfers",
+        |e| e.pp() > 1,
+    ),
+    approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
+        let of = e.values.get("model.rope_scaling");
+        !of.is_null() && of.get("type").and_then(serde_json::Value::as_str) != Some("llama3")
+    }),
+    approximated(
+        "seq_aux_loss",
+        "the balancing loss is over the micro-batch, not by sequence or over all ranks",
+        |e| {
+            matches!(
+                e.values.text("model.moe_router_load_balancing_type"),
+                Some("seq_aux_loss" | "global_aux_loss")
+            )
+        },
+    ),
+    approximated("group_limited_routing", "experts are chosen among all groups", |e| {
+        e.values.int("model.moe_router_num_groups").unwrap_or(1) > 1
+    }),
+    approximated("expert_bias_update", "the expert bias stays as it is", |e| {
+        e.values.on("model.moe_router_enable_expert_bias") && e.nonzero("model.moe_router_bias_update_rate")
+    }),
+    approximated("shared_expert_overlap", "the shared expert runs before the dispatch, not beside it", |e| {
+        e.moe() && e.values.on("model.moe_shared_expert_overlap")
+    }),
+    approximated("tp_comm_overlap", "tensor-parallel collectives are not overlapped", |e| {
+        e.tp() > 1 && e.values.on("comm_overlap.tp_comm_overlap")
+    }),
+    approximated("precision_aware_optimizer", "optimizer state is fp32", |e| {
+        e.values.on("optimizer.use_precision_aware_optimizer")
+    }),
+    approximated(
+        "gradient_accumulation_fusion",
+        "weight gradients are accumulated by the product all the same",
+        |e| !e.values.on("model.gradient_accumulation_fusion"),
+    ),
+    approximated("defer_embedding_wgrad", "the head's weight gradient is not deferred", |e| {
+        e.values.on("comm_overlap.defer_embedding_wgrad_compute")
+    }),
+    not_built("kernels for this dtype", "add --run_dtype bf16 to run the recipe's layout in bf16", |e| {
+        e.args.mbperf.run_dtype.is_none() && e.args.performance.compute_dtype != "bf16"
+    }),
+    not_built("Mamba layers", "no option replaces them", |e| e.layers.contains(&LayerKind::Mamba)),
+    not_built("multi-latent attention", "no option replaces it", |e| {
+        e.values.on("model.multi_latent_attention")
+    }),
+    not_built("an attention variant (gated delta net, sparse attention)", "no option replaces it", |e| {
+        e.values.is_set("model.attention_variant")
+    }),
+    not_built("hyper-connections", "no option replaces them", |e| e.values.is_set("model.hyper_connections")),
+    not_built("attention sinks", "set model.softmax_type=vanilla to run without them", |e| {
+        e.values.text("model.softmax_type").is_some_and(|t| t != "vanilla")
+    }),
+    not_built("sliding windows", "set model.window_size=null to run with full attention", |e| {
+        e.values.is_set("model.window_size")
+    }),
+    not_built("an attention output gate", "set model.attention_output_gate=false to run without it", |e| {
+        e.values.on("model.attention_output_gate")
+    }),
+    not_built("a vision tower", "no option replaces it", |e| e.values.is_set("model.vision")),
+    not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
+    not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
+        e.values.text("model.position_embedding_type").is_some_and(|t| t != "rope")
+    }),
+    not_built("multi-token prediction", "set model.mtp_num_layers=0 to run without it", |e| {
+        e.values.int("model.mtp_num_layers").unwrap_or(0) > 0
+    }),
+    not_built("an activation other than SwiGLU", "set model.activation=swiglu", |e| {
+        e.values.text("model.activation").is_some_and(|a| a != "swiglu")
+    }),
+    not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {
+        e.values.text("model.normalization").is_some_and(|n| n != "RMSNorm")
+            || e.values.on("model.layernorm_zero_centered_gamma")
+    }),
+    not_built("biases in linear layers", "set model.add_bias_linear=false", |e| {
+        e.values.on("model.add_bias_linear")
+    }),
+    not_built(
+        "an embedding shared with the head",
+        "set model.share_embeddings_and_output_weights=false",
+        |e| e.values.on("model.share_embeddings_and_output_weights"),
+    ),
+    not_built("a latent MoE", "set model.moe_latent_size=null", |e| e.values.is_set("model.moe_latent_size")),
+    not_built("a gated shared expert", "set model.moe_shared_expert_gate=false", |e| {
+        e.values.on("model.moe_shared_expert_gate")
+    }),
+    not_built("this router score function", "set model.moe_router_score_function=softmax", |e| {
+        e.moe()
+            && !matches!(e.values.text("model.moe_router_score_function"), None | Some("softmax" | "sigmoid"))
+    }),
+    not_built("this load balancing", "set model.moe_router_load_balancing_type=aux_loss", |e| {
+        matches!(e.values.text("model.moe_router_load_balancing_type"), Some("sinkhorn" | "noaux_tc"))
+    }),
+    not_built("hash-routed layers", "set model.moe_n_hash_layers=null", |e| {
+        e.values.int("model.moe_n_hash_layers").unwrap_or(0) > 0
+    }),
+    not_built("a router z-loss", "set model.moe_z_loss_coeff=null", |e| e.nonzero("model.moe_z_loss_coeff")),
+    not_built("router input jitter", "set model.moe_input_jitter_eps=null", |e| {
+        e.nonzero("model.moe_input_jitter_eps")
+    }),
+    not_built("dropping tokens by position", "set model.moe_token_drop_policy=probs", |e| {
+        e.capacity_factor().is_some() && e.values.text("model.moe_token_drop_policy") == Some("position")
+    }),
+    not_built("a capacity factor without padding", "set model.moe_pad_expert_input_to_capacity=true", |e| {
+        e.moe() && e.capacity_factor().is_some() && !e.drop_and_pad()
+    }),
+    not_built("the allgather dispatcher", "set model.moe_token_dispatcher_type=alltoall", |e| {
+        e.moe() && e.dispatcher() == "allgather"
+    }),
+    not_built("a rank capacity factor", "set model.moe_expert_rank_capacity_factor=null", |e| {
+        e.moe() && e.values.is_set("model.moe_expert_rank_capacity_factor")
+    }),
+    not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
+    not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
+    not_built("virtual pipeline stages", "give -vp None to run the stage's layers as one chunk", |e| {
+        crate::rules::layout_of(e).vp > 1
+    }),
+    not_built("recompute", "set model.recompute_granularity=null to run without it", |e| {
+        e.full_recompute() || !e.recomputed().is_empty()
+    }),
+    not_built(
+        "offload of activations",
+        "give -ol 0, and model.fine_grained_activation_offloading=false",
+        |e| e.values.on("model.cpu_offloading") || e.values.on("model.fine_grained_activation_offloading"),
+    ),
+    not_built("overlap of the expert all-to-all", "give --moe_a2a_overlap false", |e| {
+        e.ep_overlap() || e.delay_wgrad()
+    }),
+    not_built("an optimizer other than Adam", "give --optimizer_type adam, or --optimizer none", |e| {
+        e.args.mbperf.optimizer == crate::args::OptimizerChoice::Adam
+            && e.values.text("optimizer.optimizer").is_some_and(|o| o != "adam")
+    }),
+    not_built("a graph of the optimizer", "set optimizer.optimizer_cuda_graph=false", |e| {
+        e.values.on("optimizer.optimizer_cuda_graph")
+    }),
+    not_built("FSDP", "give --use_megatron_fsdp false", |e| e.values.on("ddp.use_megatron_fsdp")),
+    not_built("NCCL user buffers", "give --nccl_ub false", |e| e.values.on("ddp.nccl_ub")),
+    not_built(
+        "packed sequences",
+        "leave --packed_sequence and --data out, set dataset.packed_sequence_specs.packed_sequence_size=null",
+        |e| e.packed,
+    ),
+    not_built("LoRA", "choose --task pretrain", |e| e.values.is_set("peft.scheme")),
+];
+
+/// The approximations by name, and the reasons why there is no code, each with what to do.
+pub fn sort(e: &Effective) -> (Vec<String>, Vec<String>) {
+    let of = |state: State| FEATURES.iter().filter(move |f| f.state == state && (f.asked)(e));
+    let approximations = of(State::Approximated).map(|f| f.name.to_owned()).collect();
+    let reasons = of(State::NotBuilt).map(|f| format!("{} not built yet: {}", f.name, f.note)).collect();
+    (approximations, reasons)
+}

@@ -1,0 +1,246 @@
+//! What a measurement hands to the report: rows' figures, every step, and how it ended.
+
+use super::stats::Interval;
+use super::verdict::{SteadyState, Verdict};
+use crate::device::{Arm, DeviceError, GraphCost, Health, Phase};
+use serde::Serialize;
+
+/// How steps of a block follow each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pacing {
+    /// Step i+1 is submitted before step i is waited for: as a training loop runs.
+    RunAhead,
+    /// Every step is waited for before the next is submitted.
+    Sync,
+}
+
+impl Pacing {
+    pub fn name(self) -> &'static str {
+        match self {
+            Pacing::RunAhead => "run_ahead",
+            Pacing::Sync => "sync",
+        }
+    }
+}
+
+/// One step that was run.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct StepRecord {
+    /// Counts all steps of the measurement.
+    pub index: usize,
+    /// 0 or 1: which side of the comparison (both sides can be one arm, `--aa`).
+    pub side: usize,
+    pub arm: Arm,
+    /// Counts blocks in the order they were run; `None` in the equality check.
+    pub block: Option<usize>,
+    pub phase: Phase,
+    pub pacing: Pacing,
+    pub submit_ms: f64,
+    pub wait_ms: f64,
+    pub device_span_ms: Option<f64>,
+    /// Since the step before was seen to be done, or since submission when none was in flight.
+    pub wall_ms: f64,
+    pub loss: Option<f32>,
+    pub grad_norm: Option<f32>,
+}
+
+/// One block of steps of one arm.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct BlockRecord {
+    pub side: usize,
+    pub pacing: Pacing,
+    /// Median wall time of its steady steps.
+    pub wall_ms_median: f64,
+    /// Relative difference of the second half's median to the first's; `None` under four steady steps.
+    pub half_change: Option<f64>,
+    pub steady_steps: usize,
+    /// The card's state while the block's last step was running.
+    pub health: Health,
+}
+
+/// Figures of one side. `None`: not measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ArmResult {
+    pub side: usize,
+    pub arm: Arm,
+    pub steps_steady: usize,
+    pub blocks: usize,
+    /// Median wall time of steady steps with one step of run-ahead.
+    pub step_time_ms: Option<f64>,
+    /// 95 % interval of that median, from the medians of blocks.
+    pub step_time_ms_ci95: Option<(f64, f64)>,
+    pub step_time_ms_p05: Option<f64>,
+    pub step_time_ms_p95: Option<f64>,
+    pub host_submit_ms: Option<f64>,
+    pub host_wait_ms: Option<f64>,
+    pub device_span_ms: Option<f64>,
+    /// The same with every step synchronised.
+    pub steps_sync: usize,
+    pub step_time_ms_sync: Option<f64>,
+    pub host_submit_ms_sync: Option<f64>,
+    pub device_span_ms_sync: Option<f64>,
+    pub device_busy_ms: Option<f64>,
+    /// Why `device_busy_ms` is empty.
+    pub busy_note: Option<String>,
+    /// Device calls of one step: in the eager arm kernels, copies and memsets.
+    pub launches_per_step: usize,
+    /// Planned device memory.
+    pub planned_bytes: u64,
+    pub loss_last: Option<f32>,
+    pub grad_norm_last: Option<f32>,
+    pub health: HealthSummary,
+    pub steady: SteadyState,
+}
+
+/// The card over the blocks of one side.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct HealthSummary {
+    pub sm_clock_mhz_median: Option<f64>,
+    pub temperature_c_max: Option<f64>,
+    pub power_w_median: Option<f64>,
+    pub power_limit_w: Option<f64>,
+    /// All reasons that were seen, joined with `+`; empty text: read, and none.
+    pub throttle_reasons: Option<String>,
+    pub other_processes_max: Option<usize>,
+}
+
+/// Result of the equality check.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Equality {
+    /// Steps of each arm.
+    pub steps: usize,
+    /// Buffers hashed.
+    pub buffers: usize,
+    /// Hash over all buffers of the first side, in order.
+    pub digest: u64,
+}
+
+/// Why timing ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stopped {
+    /// The interval is narrow enough.
+    Precision,
+    MaxTime,
+    /// `-ms`.
+    MaxSteps,
+}
+
+/// A failed measurement.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The steps file could not be written.
+    #[error("could not write results: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+/// How a measurement ended.
+#[derive(Debug)]
+pub enum Status {
+    Ok,
+    /// SIGINT or SIGTERM; the figures cover the steps until then and make no row.
+    Interrupted,
+    Failed(Failure),
+}
+
+impl Status {
+    /// The exit code of DESIGN 6.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Status::Ok => 0,
+            Status::Interrupted => 130,
+            Status::Failed(Failure::Device(error)) => exit_code(error),
+            Status::Failed(Failure::Output(_)) => 1,
+        }
+    }
+}
+
+/// The exit code that a device error asks for.
+pub fn exit_code(error: &DeviceError) -> u8 {
+    match error {
+        DeviceError::Unavailable(_) => 3,
+        DeviceError::Capture { .. } => 4,
+        DeviceError::OutOfMemory { .. } => 5,
+        DeviceError::Unequal(_) => 6,
+        DeviceError::Driver { .. } | DeviceError::Invalid(_) | DeviceError::Internal(_) => 1,
+    }
+}
+
+/// Everything that one measurement found.
+#[derive(Debug)]
+pub struct Outcome {
+    pub status: Status,
+    /// One or two sides; with `status` other than `Ok` their figures cover what was run.
+    pub arms: Vec<ArmResult>,
+    /// Time of side 0 over time of side 1 (eager over graph): above 1 the graph is faster. `None` with one
+    /// side, without two pairs, or after a failure.
+    pub speedup: Option<f64>,
+    /// Its 95 % interval; `None` under [`super::MIN_PAIRS`] pairs.
+    pub speedup_ci95: Option<(f64, f64)>,
+    /// `speedup` times the ratio of SM clocks: what it would be in cycles. `None` when clocks are unknown.
+    pub speedup_cycles: Option<f64>,
+    /// The same ratio where every step is synchronised.
+    pub speedup_sync: Option<f64>,
+    /// Pairs of blocks behind `speedup`.
+    pub pairs: usize,
+    pub verdict: Option<Verdict>,
+    pub margin: f64,
+    pub stopped: Option<Stopped>,
+    pub equality: Option<Equality>,
+    pub graph_cost: Option<GraphCost>,
+    pub first_replay_ms: Option<f64>,
+    /// Steps after which the one-off cost of the graphs is earned back; `None` unless the graph is faster.
+    pub break_even_steps: Option<f64>,
+    pub blocks: Vec<BlockRecord>,
+    pub steps: Vec<StepRecord>,
+    /// What a reader must know to trust the figures, most important first.
+    pub notices: Vec<String>,
+}
+
+impl Outcome {
+    /// What `--strict` refuses: unsteady times, neighbours, throttling.
+    pub fn disturbances(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        for arm in &self.arms {
+            if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {
+                found.push(format!("{} arm not steady: {reason}", arm.arm));
+            }
+            if let Some(others) = arm.health.other_processes_max.filter(|n| *n > 0) {
+                found.push(format!("{others} other process(es) computed on this GPU in the {} arm", arm.arm));
+            }
+            if let Some(reasons) = arm.health.throttle_reasons.as_ref().filter(|r| !r.is_empty()) {
+                found.push(format!("clocks were held back in the {} arm: {reasons}", arm.arm));
+            }
+        }
+        found.dedup();
+        found
+    }
+}
+
+/// Folds the health of one side's blocks.
+pub(super) fn summarise_health<'a>(blocks: impl Iterator<Item = &'a Health>) -> HealthSummary {
+    let blocks: Vec<&Health> = blocks.collect();
+    let values = |pick: fn(&Health) -> Option<f64>| blocks.iter().filter_map(|h| pick(h)).collect::<Vec<_>>();
+    let mut reasons: Vec<&str> =
+        blocks.iter().filter_map(|h| h.throttle_reasons.as_deref()).flat_map(|r| r.split('+')).collect();
+    let read = !reasons.is_empty();
+    reasons.retain(|r| !r.is_empty());
+    reasons.sort_unstable();
+    reasons.dedup();
+    HealthSummary {
+        sm_clock_mhz_median: super::stats::median(&values(|h| h.sm_clock_mhz)),
+        temperature_c_max: values(|h| h.temperature_c).into_iter().reduce(f64::max),
+        power_w_median: super::stats::median(&values(|h| h.power_w)),
+        power_limit_w: values(|h| h.power_limit_w).into_iter().reduce(f64::min),
+        throttle_reasons: read.then(|| reasons.join("+")),
+        other_processes_max: blocks.iter().filter_map(|h| h.other_processes).max(),
+    }
+}
+
+/// Splits an interval for the outcome.
+pub(super) fn split(interval: Interval) -> (f64, (f64, f64)) {
+    (interval.value, (interval.low, interval.high))
+}

@@ -1,0 +1,477 @@
+//! Measuring on the fake device: order, phases, exact statistics, faults, and rates on simulated noise.
+
+use super::*;
+use crate::device::Health;
+use crate::device::fake::{Call, FakeExecutor, Fault, FaultKind, Injected, Noise, Script, Times};
+use proptest::prelude::*;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Keeps what a sink gets; may set the interrupt flag or fail at a given number of steps.
+#[derive(Default)]
+struct Kept<'a> {
+    steps: Vec<StepRecord>,
+    interrupt_at: Option<(usize, &'a AtomicBool)>,
+    fail_at: Option<usize>,
+}
+
+impl StepSink for Kept<'_> {
+    fn steps(&mut self, steps: &[StepRecord]) -> std::io::Result<()> {
+        self.steps.extend_from_slice(steps);
+        if let Some((at, flag)) = self.interrupt_at
+            && self.steps.len() >= at
+        {
+            flag.store(true, Ordering::Relaxed);
+        }
+        match self.fail_at {
+            Some(at) if self.steps.len() >= at => Err(std::io::Error::other("no space left")),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn measure_on(executor: &mut dyn Executor, options: &Options) -> Outcome {
+    let interrupt = AtomicBool::new(false);
+    let (mut progress, mut sink) = (Silent, Kept::default());
+    let outcome =
+        run(executor, options, Hooks { interrupt: &interrupt, progress: &mut progress, sink: &mut sink });
+    // The sink has seen every step once, in order.
+    let indices = |steps: &[StepRecord]| steps.iter().map(|s| s.index).collect::<Vec<_>>();
+    assert_eq!(indices(&sink.steps), (0..outcome.steps.len()).collect::<Vec<_>>());
+    assert_eq!(indices(&outcome.steps), indices(&sink.steps));
+    outcome
+}
+
+fn measure_script(script: Script, options: &Options) -> Outcome {
+    measure_on(&mut script.build(), options)
+}
+
+fn quick() -> Options {
+    Options { max_time_s: 4.0, ..Options::default() }
+}
+
+fn run_ahead_blocks(outcome: &Outcome) -> Vec<usize> {
+    outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).map(|b| b.side).collect()
+}
+
+#[test]
+fn scripted_times_give_exact_statistics() {
+    let script = FakeExecutor::script().eager(Times::new(10.0)).graph(Times::new(8.0)).busy_ms(6.0);
+    let outcome = measure_script(script, &quick());
+    assert_eq!(outcome.status.exit_code(), 0);
+    let [eager, graph] = &outcome.arms[..] else { panic!("two arms") };
+    let near = |value: Option<f64>, expected: f64| (value.unwrap() - expected).abs() < 1e-9;
+    assert!(near(eager.step_time_ms, 10.0) && near(graph.step_time_ms, 8.0));
+    assert!(near(eager.device_span_ms, 10.0) && near(eager.host_submit_ms, 0.1));
+    assert!(near(eager.step_time_ms_sync, 10.0) && near(graph.step_time_ms_sync, 8.0));
+    assert!(near(outcome.speedup, 1.25) && near(outcome.speedup_sync, 1.25));
+    assert_eq!(outcome.verdict, Some(Verdict::Faster));
+    assert_eq!(outcome.stopped, Some(Stopped::Precision));
+    assert!(near(eager.device_busy_ms, 6.0));
+    // Capture 12, instantiate 7, upload 1; 2 ms saved a step.
+    assert_eq!(outcome.break_even_steps, Some(10.0));
+    assert!(near(outcome.first_replay_ms, 40.0));
+    assert_eq!(eager.steady.reached, Some(true));
+    assert!(outcome.equality.is_some() && outcome.notices.is_empty());
+}
+
+#[test]
+fn a_host_bound_arm_is_timed_by_its_host() {
+    // 10 ms of submission for 2 ms of device work: the draining step is seen done at once and must not count.
+    let script = FakeExecutor::script().eager(Times::new(2.0).submit_ms(10.0)).graph(Times::new(2.0));
+    let outcome = measure_script(script, &quick());
+    assert!((outcome.arms[0].step_time_ms.unwrap() - 10.0).abs() < 1e-9);
+    assert!((outcome.arms[1].step_time_ms.unwrap() - 2.0).abs() < 1e-9);
+    assert!((outcome.speedup.unwrap() - 5.0).abs() < 1e-9);
+}
+
+#[test]
+fn a_queue_that_fills_slowly_is_waited_for() {
+    // 8 ms of submission for 10 ms of device work: the first steps are seen late, the next ones early.
+    let script = FakeExecutor::script().eager(Times::new(10.0).submit_ms(8.0)).graph(Times::new(8.0));
+    let outcome = measure_script(script, &quick());
+    let eager = &outcome.arms[0];
+    assert!((eager.step_time_ms.unwrap() - 10.0).abs() < 1e-9 || !outcome.notices.is_empty(), "{eager:?}");
+    let script = FakeExecutor::script().eager(Times::new(4.0).submit_ms(3.0)).graph(Times::new(4.0));
+    let outcome = measure_script(script, &quick());
+    assert!((outcome.arms[0].step_time_ms_p05.unwrap() - 4.0).abs() < 1e-9);
+    assert_eq!((outcome.verdict, outcome.notices.len()), (Some(Verdict::Equivalent), 0));
+    // Nearly equal: it cannot be told apart within a block, and the outcome says so.
+    let script = FakeExecutor::script().eager(Times::new(10.0).submit_ms(9.7)).graph(Times::new(8.0));
+    assert!(measure_script(script, &quick()).notices.iter().any(|n| n.contains("launch queue")));
+}
+
+#[test]
+fn blocks_run_abba_and_every_block_drops_its_edges() {
+    let outcome = measure_script(FakeExecutor::script(), &quick());
+    let order = run_ahead_blocks(&outcome);
+    assert!(order.len() >= 40);
+    for (i, quad) in order.chunks_exact(4).enumerate() {
+        assert_eq!(quad, [0, 1, 1, 0], "round {i}");
+    }
+    let timed: Vec<_> = outcome
+        .steps
+        .iter()
+        .filter(|s| s.pacing == Pacing::RunAhead && matches!(s.phase, Phase::Switch | Phase::Steady))
+        .collect();
+    for block in timed.chunk_by(|a, b| a.block == b.block) {
+        assert_eq!(block[0].phase, Phase::Switch);
+        assert_eq!(block[block.len() - 1].phase, Phase::Switch);
+        let steady = &block[1..block.len() - 1];
+        assert!(!steady.is_empty() && steady.iter().all(|s| s.phase == Phase::Steady));
+        assert!(steady.iter().map(|s| s.wall_ms).sum::<f64>() >= 50.0 - 1e-6);
+    }
+}
+
+#[test]
+fn short_steps_come_in_tens() {
+    let script = FakeExecutor::script().eager(Times::new(4.9)).graph(Times::new(4.9));
+    let outcome = measure_script(script, &quick());
+    // 50 ms of 4.9 ms are 11 timed steps; of 7 ms, 8 (no minimum of ten there).
+    assert!(outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 11));
+    let script = FakeExecutor::script().eager(Times::new(7.0)).graph(Times::new(7.0));
+    let outcome = measure_script(script, &quick());
+    assert!(outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 8));
+}
+
+#[test]
+fn calls_come_in_the_documented_order() {
+    let mut executor = FakeExecutor::script().busy_ms(1.0).build();
+    let calls = executor.calls();
+    measure_on(&mut executor, &quick());
+    let calls = calls.lock().unwrap().clone();
+    let at = |call: Call| calls.iter().position(|c| *c == call).unwrap();
+    let count = |call: Call| calls.iter().filter(|c| **c == call).count();
+    assert_eq!(
+        (count(Call::Reset), count(Call::Capture), count(Call::Destroy), count(Call::Digest)),
+        (2, 1, 1, 2)
+    );
+    assert_eq!(calls[calls.len() - 1], Call::Destroy);
+    assert!(at(Call::Busy(Arm::Eager)) > calls.len() - 5);
+    // Eager steps, digest, then the graph arm: three uncaptured steps before capture.
+    assert!(at(Call::Digest) < at(Call::Submit { arm: Arm::Graph, replay: false }));
+    let uncaptured = count(Call::Submit { arm: Arm::Graph, replay: false });
+    assert_eq!(uncaptured, 3);
+    assert!(at(Call::Capture) < at(Call::Submit { arm: Arm::Graph, replay: true }));
+    let order =
+        [Phase::Equality, Phase::Warmup, Phase::Capture, Phase::FirstReplay, Phase::Switch, Phase::Steady];
+    assert!(order.windows(2).all(|w| at(Call::Phase(w[0])) < at(Call::Phase(w[1]))));
+}
+
+#[test]
+fn unequal_arms_get_no_speedup() {
+    let digests = |arm| vec![("w".into(), 7), ("g".into(), u64::from(arm == Arm::Graph))];
+    let outcome = measure_script(FakeExecutor::script().digest(digests), &quick());
+    assert_eq!((outcome.status.exit_code(), outcome.speedup, outcome.verdict), (6, None, None));
+    let Status::Failed(failure) = &outcome.status else { panic!("failed") };
+    assert!(failure.to_string().contains("1 of 2 buffers differ after 7 steps (g)"), "{failure}");
+
+    let losses = |arm, step| Some(if arm == Arm::Graph && step == 5 { 2.0 } else { 1.0 });
+    let outcome = measure_script(FakeExecutor::script().loss(losses), &quick());
+    let Status::Failed(failure) = &outcome.status else { panic!("failed") };
+    assert!(failure.to_string().contains("loss of step 5 is 1 and 2"), "{failure}");
+    // The last bit counts.
+    let losses = |arm, _| Some(if arm == Arm::Graph { 1.0 + f32::EPSILON } else { 1.0 });
+    assert_eq!(measure_script(FakeExecutor::script().loss(losses), &quick()).status.exit_code(), 6);
+    // Nothing hashed proves nothing.
+    assert_eq!(measure_script(FakeExecutor::script().digest(|_| vec![]), &quick()).status.exit_code(), 1);
+}
+
+#[test]
+fn a_loss_that_is_not_finite_ends_the_run_although_equal() {
+    for bad in [f32::NAN, f32::INFINITY] {
+        let script = FakeExecutor::script().loss(move |_, step| Some(if step == 4 { bad } else { 1.0 }));
+        let outcome = measure_script(script, &quick());
+        assert_eq!(outcome.status.exit_code(), 1);
+        let Status::Failed(failure) = &outcome.status else { panic!("failed") };
+        assert!(failure.to_string().contains("step 4"), "{failure}");
+    }
+    // A share without a loss is no failure.
+    assert_eq!(measure_script(FakeExecutor::script().loss(|_, _| None), &quick()).status.exit_code(), 0);
+}
+
+#[test]
+fn every_fault_has_its_exit_code_and_leaves_no_graph() {
+    let phases = [
+        Phase::Equality,
+        Phase::Warmup,
+        Phase::Capture,
+        Phase::Instantiate,
+        Phase::Upload,
+        Phase::FirstReplay,
+        Phase::Switch,
+        Phase::Steady,
+    ];
+    for phase in phases {
+        let capturing = matches!(phase, Phase::Capture | Phase::Instantiate | Phase::Upload);
+        for (kind, code) in [
+            (FaultKind::Driver, if capturing { 4 } else { 1 }),
+            (FaultKind::OutOfMemory, 5),
+            (FaultKind::NotFinite, 1),
+            (FaultKind::RowOverflow, 1),
+            (FaultKind::WrongResult, 6),
+        ] {
+            let shows_in_results = matches!(kind, FaultKind::NotFinite | FaultKind::RowOverflow);
+            let after_the_proof = matches!(phase, Phase::Switch | Phase::Steady);
+            if (capturing && shows_in_results) || (after_the_proof && kind == FaultKind::WrongResult) {
+                continue;
+            }
+            let fake = FakeExecutor::script().build();
+            let calls = fake.calls();
+            let mut executor = Injected::new(fake, Fault { phase, kind, nth: 0 });
+            let outcome = measure_on(&mut executor, &quick());
+            assert_eq!(outcome.status.exit_code(), code, "{phase} {kind:?}");
+            assert_eq!((outcome.speedup, outcome.verdict), (None, None), "{phase} {kind:?}");
+            let calls = calls.lock().unwrap().clone();
+            let captures = calls.iter().filter(|c| **c == Call::Capture).count();
+            let destroys = calls.iter().filter(|c| **c == Call::Destroy).count();
+            assert!(destroys >= captures, "{phase} {kind:?}: {captures} captures, {destroys} destroyed");
+            // The same executor works afterwards.
+            assert_eq!(measure_on(&mut executor, &quick()).status.exit_code(), 0, "{phase} {kind:?}");
+        }
+    }
+}
+
+#[test]
+fn graphs_go_even_when_something_panics() {
+    struct Panics;
+    impl StepSink for Panics {
+        fn steps(&mut self, steps: &[StepRecord]) -> std::io::Result<()> {
+            assert!(
+                steps[0].phase == Phase::Equality
+                    || steps[0].phase == Phase::Warmup && steps[0].block.is_none()
+            );
+            Ok(())
+        }
+    }
+    let mut executor = FakeExecutor::script().build();
+    let calls = executor.calls();
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let interrupt = AtomicBool::new(false);
+        let hooks = Hooks { interrupt: &interrupt, progress: &mut Silent, sink: &mut Panics };
+        run(&mut executor, &quick(), hooks)
+    }));
+    assert!(caught.is_err());
+    assert_eq!(calls.lock().unwrap().last(), Some(&Call::Destroy));
+}
+
+#[test]
+fn an_interrupt_finishes_what_is_in_flight_and_cleans_up() {
+    // In the equality check, while settling, while timing.
+    for at in [1, 7, 15, 60, 200] {
+        let mut executor = FakeExecutor::script().build();
+        let calls = executor.calls();
+        let interrupt = AtomicBool::new(false);
+        let mut sink = Kept { interrupt_at: Some((at, &interrupt)), ..Kept::default() };
+        let hooks = Hooks { interrupt: &interrupt, progress: &mut Silent, sink: &mut sink };
+        let outcome = run(&mut executor, &quick(), hooks);
+        assert_eq!((outcome.status.exit_code(), outcome.verdict), (130, None));
+        assert!(sink.steps == outcome.steps && sink.steps.len() < at + 20);
+        let calls = calls.lock().unwrap().clone();
+        let submits = calls.iter().filter(|c| matches!(c, Call::Submit { .. })).count();
+        assert_eq!(submits, calls.iter().filter(|c| **c == Call::Wait).count());
+        let captured = calls.contains(&Call::Capture);
+        assert_eq!(captured, calls.contains(&Call::Destroy));
+    }
+}
+
+#[test]
+fn a_full_disk_ends_the_run() {
+    let mut executor = FakeExecutor::script().build();
+    let interrupt = AtomicBool::new(false);
+    let mut sink = Kept { fail_at: Some(30), ..Kept::default() };
+    let hooks = Hooks { interrupt: &interrupt, progress: &mut Silent, sink: &mut sink };
+    let outcome = run(&mut executor, &quick(), hooks);
+    assert_eq!(outcome.status.exit_code(), 1);
+    assert!(matches!(outcome.status, Status::Failed(outcome::Failure::Output(_))));
+}
+
+#[test]
+fn max_steps_counts_every_step_of_an_arm() {
+    for n in [8, 9, 20, 50, 333] {
+        let options = Options { max_steps: Some(n), ..Options::default() };
+        let outcome = measure_script(FakeExecutor::script(), &options);
+        for side in 0..2 {
+            assert_eq!(outcome.steps.iter().filter(|s| s.side == side).count(), n, "-ms {n}");
+        }
+        assert_eq!(outcome.stopped, Some(Stopped::MaxSteps));
+        assert_eq!(outcome.speedup_ci95.is_some(), n >= 50, "-ms {n}: {} pairs", outcome.pairs);
+        assert_eq!(outcome.verdict == Some(Verdict::Undecided), n < 50);
+    }
+    let outcome =
+        measure_script(FakeExecutor::script(), &Options { max_steps: Some(5), ..Options::default() });
+    assert_eq!(outcome.status.exit_code(), 1);
+}
+
+#[test]
+fn without_graphs_there_is_one_arm_and_no_speedup() {
+    let mut executor = FakeExecutor::script().build();
+    let calls = executor.calls();
+    let outcome = measure_on(&mut executor, &Options { graph: false, ..quick() });
+    assert_eq!((outcome.arms.len(), outcome.status.exit_code()), (1, 0));
+    assert_eq!((outcome.speedup, outcome.verdict, outcome.equality), (None, None, None));
+    assert!(!calls.lock().unwrap().iter().any(|c| matches!(c, Call::Capture | Call::Destroy)));
+}
+
+#[test]
+fn an_arm_against_itself() {
+    for (arm, time) in [(Arm::Eager, 10.0), (Arm::Graph, 8.0)] {
+        let outcome = measure_script(FakeExecutor::script(), &Options { aa: Some(arm), ..quick() });
+        assert!(outcome.arms.iter().all(|a| a.arm == arm && (a.step_time_ms.unwrap() - time).abs() < 1e-9));
+        assert_eq!((outcome.verdict, outcome.break_even_steps), (Some(Verdict::Equivalent), None));
+        assert!(outcome.equality.is_some());
+    }
+}
+
+#[test]
+fn the_time_is_kept_even_with_long_steps() {
+    let script = FakeExecutor::script().eager(Times::new(300.0)).graph(Times::new(280.0));
+    let outcome = measure_script(script, &Options::default());
+    let timed: f64 = outcome.steps.iter().filter(|s| s.block.is_some()).map(|s| s.wall_ms).sum();
+    assert!(timed < 20_000.0, "{timed}");
+    assert!(outcome.pairs >= MIN_PAIRS, "{}", outcome.pairs);
+    assert_eq!(outcome.verdict, Some(Verdict::Faster));
+    // One pair is always run, and the verdict is honest about it.
+    let script = FakeExecutor::script().eager(Times::new(30_000.0)).graph(Times::new(28_000.0));
+    let outcome = measure_script(script, &Options::default());
+    assert_eq!((outcome.pairs, outcome.verdict), (1, Some(Verdict::Undecided)));
+    assert!(outcome.speedup_ci95.is_none() && outcome.notices[0].contains("too few"));
+}
+
+#[test]
+fn drift_is_reported_and_does_not_decide() {
+    // 1 % a second, over both arms: the ratio holds, the steady state does not.
+    let noise = Noise::seeded(3).white(0.001).drift_per_s(0.01);
+    let script = FakeExecutor::script().eager(Times::new(10.0)).graph(Times::new(10.0)).noise(noise);
+    let outcome = measure_script(script, &Options { max_time_s: 20.0, ..Options::default() });
+    assert_eq!(outcome.verdict, Some(Verdict::Equivalent));
+    assert!((outcome.speedup.unwrap() - 1.0).abs() < 0.001);
+    assert_eq!(outcome.arms[0].steady.reached, Some(false));
+    assert!(!outcome.disturbances().is_empty());
+}
+
+#[test]
+fn neighbours_and_throttling_are_told() {
+    let health = Health {
+        sm_clock_mhz: Some(1500.0),
+        throttle_reasons: Some("sw_power_cap".into()),
+        other_processes: Some(1),
+        ..Health::default()
+    };
+    let outcome = measure_script(FakeExecutor::script().health(health), &quick());
+    assert_eq!(outcome.arms[0].health.sm_clock_mhz_median, Some(1500.0));
+    assert_eq!(outcome.arms[0].health.throttle_reasons.as_deref(), Some("sw_power_cap"));
+    assert!(outcome.notices.iter().any(|n| n.contains("sw_power_cap")));
+    assert!(outcome.disturbances().iter().any(|n| n.contains("other process")));
+    assert!((outcome.speedup_cycles.unwrap() - outcome.speedup.unwrap()).abs() < 1e-12);
+}
+
+#[test]
+fn warm_up_does_not_move_the_result() {
+    let with = |warmup_steps| {
+        let noise = Noise::seeded(5).autocorrelated(0.003, 0.8);
+        let options = Options { warmup_steps, max_time_s: 20.0, ..Options::default() };
+        measure_script(FakeExecutor::script().noise(noise).without_log(), &options)
+    };
+    let (few, many) = (with(3), with(30));
+    assert!((few.speedup.unwrap() / many.speedup.unwrap() - 1.0).abs() < 0.005);
+    assert_eq!((few.verdict, many.verdict), (Some(Verdict::Faster), Some(Verdict::Faster)));
+}
+
+/// A kind of noise: its name, and how a seed makes it.
+type Kind = (&'static str, fn(u64) -> Noise);
+
+/// Verdicts of `runs` simulated runs: (faster, slower, equivalent, undecided) and the interval's hits.
+fn rates(runs: u64, ratio: f64, noise: impl Fn(u64) -> Noise) -> ([usize; 4], usize) {
+    let (mut counts, mut hits) = ([0; 4], 0);
+    for seed in 0..runs {
+        let own = |side: u64| Noise::seeded(seed * 31 + side + 1000).white(0.003);
+        let script = FakeExecutor::script()
+            .eager(Times::new(5.0 * ratio).noise(own(1)))
+            .graph(Times::new(5.0).noise(own(2)))
+            .noise(noise(seed))
+            .without_log();
+        let outcome = measure_script(script, &Options { busy: false, ..Options::default() });
+        let (low, high) = outcome.speedup_ci95.unwrap();
+        hits += usize::from(low <= ratio && ratio <= high);
+        counts[outcome.verdict.unwrap() as usize] += 1;
+    }
+    (counts, hits)
+}
+
+#[test]
+fn equal_arms_are_not_told_apart() {
+    const RUNS: u64 = 100;
+    let kinds: [Kind; 3] = [
+        ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
+        ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
+        ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
+    ];
+    for (name, noise) in kinds {
+        let ([faster, slower, equivalent, _], hits) = rates(RUNS, 1.0, noise);
+        assert!(faster + slower <= 1, "{name}: {faster} faster, {slower} slower");
+        assert!(equivalent >= 90, "{name}: {equivalent} equivalent");
+        assert!(hits >= 88, "{name}: the interval holds the truth {hits} times");
+    }
+}
+
+#[test]
+fn two_percent_are_found() {
+    let ([faster, ..], hits) = rates(100, 1.02, |seed| Noise::seeded(seed).autocorrelated(0.005, 0.5));
+    assert!(faster >= 95 && hits >= 88, "{faster} faster, {hits} hits");
+    let ([_, slower, ..], _) = rates(100, 1.0 / 1.02, |seed| Noise::seeded(seed).autocorrelated(0.005, 0.5));
+    assert!(slower >= 95, "{slower}");
+}
+
+#[test]
+#[ignore = "the long version of the two tests above; prints rates"]
+fn rates_over_a_thousand_runs() {
+    let kinds: [Kind; 5] = [
+        ("white", |seed| Noise::seeded(seed).white(0.005)),
+        ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
+        ("slow", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.98)),
+        ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
+        ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
+    ];
+    for (name, noise) in kinds {
+        for ratio in [1.0, 1.02] {
+            let (counts, hits) = rates(1000, ratio, noise);
+            println!(
+                "{name} x{ratio}: faster, slower, equivalent, undecided {counts:?}; coverage {hits}/1000"
+            );
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Whatever the schedule, a statistic holds steady steps alone: here every other step is far longer.
+    #[test]
+    fn no_other_phase_enters_a_statistic(
+        warmup_steps in 0usize..12,
+        max_steps in prop::option::of(24usize..200),
+        eager_ms in 0.2f64..400.0,
+        graph_ms in 0.2f64..400.0,
+        submit_ms in 0.01f64..30.0,
+        max_time_s in 0.05f64..6.0,
+    ) {
+        let options = Options { warmup_steps, max_steps, max_time_s, ..Options::default() };
+        let script = FakeExecutor::script()
+            .eager(Times::new(eager_ms).submit_ms(submit_ms))
+            .graph(Times::new(graph_ms))
+            .without_log();
+        let outcome = measure_script(script, &options);
+        prop_assert_eq!(outcome.status.exit_code(), 0);
+        for (arm, expected) in outcome.arms.iter().zip([eager_ms.max(submit_ms), graph_ms.max(0.1)]) {
+            // Capture, first replay and edges would all move these.
+            let (low, high) = (arm.step_time_ms_p05.unwrap(), arm.step_time_ms_p95.unwrap());
+            let told = outcome.notices.iter().any(|n| n.contains("launch queue"));
+            prop_assert!(high < expected * (1.0 + 1e-6), "{high} for {expected}");
+            prop_assert!(low > expected * (1.0 - 1e-6) || told && low > expected / 2.0, "{low} for {expected}");
+            let steady = outcome.steps.iter().filter(|s| s.side == arm.side && s.phase == Phase::Steady);
+            prop_assert_eq!(steady.count(), arm.steps_steady + arm.steps_sync);
+        }
+        let first = outcome.steps.iter().filter(|s| s.phase == Phase::FirstReplay).count();
+        prop_assert_eq!(first, 1);
+    }
+}

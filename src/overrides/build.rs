@@ -1,0 +1,236 @@
+//! Settings to the structs that are judged and run.
+
+use super::{Notice, graphs::Graph};
+use crate::args::{Args, OptimizerChoice, Staging};
+use crate::config::{
+    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Model, Moe, Optimizer, Recompute,
+    RunConfig, ScoreFunction,
+};
+use crate::ops::rope::RopeScaling;
+use crate::recipe::{Recipe, layer_kinds, padded_vocab};
+use crate::rules::{Effective, Values, layout_of};
+use std::collections::BTreeSet;
+
+/// Everything the rules look at.
+pub fn effective(
+    args: &Args,
+    recipe: &Recipe,
+    mut values: Values,
+    explicit: BTreeSet<String>,
+    graph: Graph,
+    env: &dyn Fn(&str) -> Option<String>,
+    notices: &mut Vec<Notice>,
+) -> Effective {
+    // No layers where a rule will say what is wrong with them.
+    let layers = layer_kinds(&values.0).unwrap_or_default();
+    let squad_packed = args.data.data == "squad_packed";
+    let packing = "dataset.packed_sequence_specs.packed_sequence_size";
+    let padding = "dataset.packed_sequence_specs.pad_cu_seqlens";
+    if squad_packed && graph.implementation != crate::config::GraphImpl::None {
+        values.set(padding, true); // R21
+    }
+    if args.data.packed_sequence {
+        notices.push(Notice::new(
+            "packed_sequence_judged",
+            "--packed_sequence is judged by the rules; upstream reads it nowhere",
+        ));
+    }
+    let max_steps = args.training.max_steps.or_else(|| {
+        let key = "train.train_iters";
+        explicit.contains(key).then(|| values.int(key)).flatten()
+    });
+    Effective {
+        packed: squad_packed || args.data.packed_sequence || values.is_set(packing),
+        pad_cu_seqlens: values.on(padding),
+        expandable_segments: env("PYTORCH_CUDA_ALLOC_CONF")
+            .is_some_and(|v| v.contains("expandable_segments:True")),
+        nccl_graph_register: env("NCCL_GRAPH_REGISTER"),
+        num_gpus: args.general.num_gpus.unwrap_or_else(|| i64::try_from(recipe.num_gpus).unwrap_or(1)),
+        family: recipe.family.clone(),
+        recipe: recipe.model.clone(),
+        gpu: recipe.gpu.clone(),
+        args: args.clone(),
+        implementation: graph.implementation,
+        scope: graph.scope,
+        te_rng_tracker: graph.te_rng_tracker,
+        values,
+        explicit,
+        layers,
+        max_steps,
+    }
+}
+
+fn size(e: &Effective, key: &str) -> usize {
+    e.values.int(key).and_then(|v| usize::try_from(v).ok()).unwrap_or(0)
+}
+
+/// The configuration that is run. Call after the rules have passed.
+pub fn config(
+    e: &Effective,
+    recipe: &Recipe,
+    approximations: Vec<String>,
+    not_built: Vec<String>,
+) -> RunConfig {
+    let v = &e.values;
+    let args = &e.args;
+    let float = |key: &str, unset: f64| v.float(key).unwrap_or(unset);
+    let parallel = layout_of(e);
+    let micro = size(e, "train.micro_batch_size").max(1);
+    let global = size(e, "train.global_batch_size").max(1);
+    let job = global / micro.saturating_mul(parallel.dp);
+    let limit = usize::try_from(args.mbperf.max_microbatches).unwrap_or(0);
+    let run = match (args.mbperf.stack_only, limit) {
+        (true, _) => 1,
+        (false, 0) => job,
+        (false, limit) => job.min(limit),
+    };
+    let compute_dtype =
+        if args.mbperf.run_dtype.is_some() { "bf16".to_owned() } else { recipe.dtype.clone() };
+    RunConfig {
+        identity: Identity {
+            family: recipe.family.clone(),
+            recipe: recipe.model.clone(),
+            gpu: recipe.gpu.clone(),
+            recipe_dtype: recipe.dtype.clone(),
+            compute_dtype,
+            task: recipe.task.clone(),
+            variant: recipe.variant.clone(),
+            num_gpus_recipe: recipe.num_gpus,
+            num_gpus: usize::try_from(e.num_gpus).unwrap_or(1),
+        },
+        model: model(e),
+        batch: Batch {
+            micro_batch_size: micro,
+            global_batch_size: global,
+            seq_length: size(e, "dataset.seq_length"),
+            num_microbatches_recipe: job,
+            num_microbatches: run,
+        },
+        graph: GraphConfig {
+            implementation: e.implementation,
+            scope: e.scope.clone(),
+            warmup_steps: size(e, "model.cuda_graph_warmup_steps"),
+            te_rng_tracker: e.te_rng_tracker,
+            staging: args.mbperf.graph_staging == Staging::Auto,
+        },
+        recompute: Recompute {
+            granularity: v.text("model.recompute_granularity").map(str::to_owned),
+            method: v.text("model.recompute_method").map(str::to_owned),
+            num_layers: v.int("model.recompute_num_layers").and_then(|n| usize::try_from(n).ok()),
+            modules: e.recomputed().into_iter().map(str::to_owned).collect(),
+        },
+        optimizer: Optimizer {
+            kind: match args.mbperf.optimizer {
+                OptimizerChoice::None => "none".to_owned(),
+                OptimizerChoice::Adam => v.text("optimizer.optimizer").unwrap_or("adam").to_owned(),
+            },
+            lr: float("optimizer.lr", 0.0),
+            min_lr: float("optimizer.min_lr", 0.0),
+            warmup_iters: size(e, "scheduler.lr_warmup_iters"),
+            clip_grad: float("optimizer.clip_grad", 0.0),
+            beta1: float("optimizer.adam_beta1", 0.0),
+            beta2: float("optimizer.adam_beta2", 0.0),
+            eps: float("optimizer.adam_eps", 0.0),
+            weight_decay: float("optimizer.weight_decay", 0.0),
+            decay_iters: v
+                .int("scheduler.lr_decay_iters")
+                .and_then(|n| usize::try_from(n).ok())
+                .unwrap_or(size(e, "train.train_iters")),
+            grad_dtype: if v.on("ddp.grad_reduce_in_fp32") { "fp32".to_owned() } else { "bf16".to_owned() },
+        },
+        stack_only: args.mbperf.stack_only,
+        seed: args.mbperf.seed,
+        parallel,
+        approximations,
+        not_built,
+    }
+}
+
+fn model(e: &Effective) -> Model {
+    let v = &e.values;
+    let heads = size(e, "model.num_attention_heads").max(1);
+    let hidden = size(e, "model.hidden_size");
+    let or = |key: &str, unset: usize| if v.is_set(key) { size(e, key) } else { unset };
+    Model {
+        layers: e.layers.clone(),
+        hidden_size: hidden,
+        ffn_hidden_size: or("model.ffn_hidden_size", 4 * hidden),
+        num_attention_heads: heads,
+        num_query_groups: or("model.num_query_groups", heads),
+        kv_channels: or("model.kv_channels", hidden / heads),
+        vocab_size: padded_vocab(&v.0, usize::try_from(e.tp()).unwrap_or(1)),
+        activation: match v.text("model.activation") {
+            Some("squared_relu") => Activation::SquaredRelu,
+            Some("quick_geglu_clamped") => Activation::QuickGeglu,
+            Some("gelu") => Activation::Gelu,
+            _ => Activation::Swiglu,
+        },
+        layernorm_epsilon: v.float("model.layernorm_epsilon").unwrap_or(1e-5),
+        qk_layernorm: v.on("model.qk_layernorm"),
+        add_qkv_bias: v.on("model.add_qkv_bias"),
+        add_bias_linear: v.on("model.add_bias_linear"),
+        rotary_base: v.float("model.rotary_base").unwrap_or(10000.0),
+        rotary_percent: v.float("model.rotary_percent").unwrap_or(1.0),
+        rope_scaling: rope_scaling(v),
+        tied_embeddings: v.on("model.share_embeddings_and_output_weights"),
+        init_method_std: v.float("model.init_method_std").unwrap_or(0.02),
+        attention_dropout: v.float("model.attention_dropout").unwrap_or(0.0),
+        hidden_dropout: v.float("model.hidden_dropout").unwrap_or(0.0),
+        moe: e.moe().then(|| moe(e)),
+        mtp_num_layers: size(e, "model.mtp_num_layers"),
+    }
+}
+
+fn moe(e: &Effective) -> Moe {
+    let v = &e.values;
+    let own = &e.args.mbperf;
+    Moe {
+        num_experts: size(e, "model.num_moe_experts"),
+        router_topk: size(e, "model.moe_router_topk"),
+        ffn_hidden_size: size(e, "model.moe_ffn_hidden_size"),
+        shared_expert_intermediate_size: e
+            .shared_expert()
+            .then(|| size(e, "model.moe_shared_expert_intermediate_size")),
+        score_function: match v.text("model.moe_router_score_function") {
+            Some("sigmoid") => ScoreFunction::Sigmoid,
+            _ => ScoreFunction::Softmax,
+        },
+        pre_softmax: v.on("model.moe_router_pre_softmax"),
+        topk_scaling_factor: v.float("model.moe_router_topk_scaling_factor"),
+        expert_bias: v.on("model.moe_router_enable_expert_bias"),
+        aux_loss_coeff: v.float("model.moe_aux_loss_coeff").unwrap_or(0.0),
+        load_balancing_type: v.text("model.moe_router_load_balancing_type").unwrap_or("none").to_owned(),
+        force_load_balancing: v.on("model.moe_router_force_load_balancing"),
+        routing: own.moe_routing,
+        dispatcher: match e.dispatcher() {
+            "flex" => Dispatcher::Flex,
+            "allgather" => Dispatcher::Allgather,
+            _ => Dispatcher::Alltoall,
+        },
+        flex_backend: v
+            .text("model.moe_flex_dispatcher_backend")
+            .filter(|_| e.dispatcher() == "flex")
+            .map(str::to_owned),
+        capacity_factor: e.capacity_factor(),
+        pad_to_capacity: v.on("model.moe_pad_expert_input_to_capacity"),
+        rank_capacity_factor: v.float("model.moe_expert_rank_capacity_factor"),
+        shared_expert_overlap: v.on("model.moe_shared_expert_overlap"),
+        input_jitter_eps: v.float("model.moe_input_jitter_eps"),
+        grouped_gemm: v.on("model.moe_grouped_gemm"),
+        row_bound: own.moe_row_bound,
+        expert_gemm: own.expert_gemm,
+    }
+}
+
+/// Llama 3.1's frequency scaling. The factors of the blended band are the published configurations' (low 1,
+/// high 4, original context 8192 in every Llama 3.x `config.json`).
+fn rope_scaling(v: &Values) -> Option<RopeScaling> {
+    let of = v.get("model.rope_scaling");
+    let number = |key: &str, unset: f64| of.get(key).and_then(serde_json::Value::as_f64).unwrap_or(unset);
+    (of.get("type").and_then(serde_json::Value::as_str) == Some("llama3")).then(|| RopeScaling {
+        factor: number("factor", 8.0),
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position: number("original_max_position_embeddings", 8192.0),
+    })
+}

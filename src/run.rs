@@ -1,0 +1,308 @@
+//! One run: configuration, program, device, measurement, rows.
+
+use crate::args::{Args, DeviceChoice, Format};
+use crate::capture::{self, RunPlan};
+use crate::config::{GraphImpl, RunConfig};
+use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
+use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::inject::Inject;
+use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
+use crate::measure::{self, Hooks, Options, Status};
+use crate::overrides::{self, Resolved};
+use crate::args::{impl_name, scope_name};
+use crate::program::Program;
+use crate::recipe::Catalogue;
+use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
+use crate::workloads::{self, share::RankShare, shrink};
+use crate::{dryrun, dump};
+use anyhow::Context;
+use serde_json::{Value, json};
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Runs a command line; returns the exit code.
+///
+/// # Errors
+/// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
+pub fn run(args: &Args) -> anyhow::Result<u8> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    say_notices(&resolved, args);
+    if let Some(path) = &args.logging.save_config_filepath {
+        std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
+            .with_context(|| format!("--save_config_filepath: cannot write {}", path.display()))?;
+    }
+    if args.general.dryrun {
+        return dry_run(&resolved, args);
+    }
+    resolved.require_built()?;
+    let faults = faults(args)?;
+    let on_gpu = choose_device(args)?;
+    if !on_gpu && !args.mbperf.full_size {
+        let change = shrink::shrink(&mut resolved.config, given(args));
+        say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
+    }
+    let options = options(&resolved, args, on_gpu);
+    options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
+    let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
+    let target = Target::new(args.mbperf.output.as_ref().and_then(|p| p.to_str()), &resolved.config.identity.recipe, &resolved.config.identity.gpu, &resolved.config.identity.recipe_dtype);
+    let mut writer = Writer::open(&target)?;
+    let interrupt = interrupt_flag()?;
+    let mut terminal = Terminal::new(args.mbperf.quiet);
+    let mut facts = facts(&resolved, &plan, args);
+    let device = open_device(&plan, args, on_gpu, faults);
+    let mut executor = match device {
+        Ok(executor) => executor,
+        Err(error) => {
+            facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+            return failed_before_steps(&facts, &options, &mut writer, error);
+        }
+    };
+    add_device(&mut facts, &executor.info());
+    writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+    if let Some(dir) = &args.mbperf.dump {
+        dump::dump(dir, &resolved.config, &plan.eager.program, &mut *executor)?;
+    }
+    let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
+    let outcome = measure::run(&mut *executor, &options, hooks);
+    drop(executor);
+    let reason = match &outcome.status {
+        Status::Failed(failure) => failure.to_string(),
+        Status::Ok | Status::Interrupted => String::new(),
+    };
+    let rows = Row::of_outcome(&facts, &outcome, &reason);
+    writer.rows(&rows)?;
+    conclude(args, &rows, &outcome, &reason, &writer)
+}
+
+fn conclude(args: &Args, rows: &[Row], outcome: &measure::Outcome, reason: &str, writer: &Writer) -> anyhow::Result<u8> {
+    if matches!(args.mbperf.format, Format::Json) && writer.path().is_some() {
+        let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
+        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
+    } else {
+        eprint!("{}", summary::render(rows));
+    }
+    if let Some(path) = writer.path().filter(|_| !rows.is_empty()) {
+        say(args, &format!("rows: {}", path.display()));
+    }
+    match &outcome.status {
+        Status::Interrupted => eprintln!("mbperf: interrupted; finished rows stay"),
+        Status::Failed(_) => eprintln!("mbperf: {reason}"),
+        Status::Ok => {}
+    }
+    let disturbances = outcome.disturbances();
+    if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
+        eprintln!("mbperf: --strict: {}", disturbances.join("; "));
+        return Ok(1);
+    }
+    Ok(outcome.status.exit_code())
+}
+
+fn say(args: &Args, line: &str) {
+    if !args.mbperf.quiet {
+        eprintln!("{line}");
+    }
+}
+
+fn say_notices(resolved: &Resolved, args: &Args) {
+    for n in &resolved.notices {
+        say(args, &format!("notice {}: {}", n.id, n.message));
+    }
+}
+
+fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
+    let cfg = &resolved.config;
+    let plan = if cfg.not_built.is_empty() { Some(plan(cfg, false)?) } else { None };
+    let mut out = std::io::stdout().lock();
+    if matches!(args.mbperf.format, Format::Json) {
+        let mut head = overrides::dryrun_head(resolved);
+        head.insert("config".into(), serde_json::to_value(cfg)?);
+        if let Some(plan) = &plan {
+            head.insert("program".into(), dryrun::describe(plan, &cfg.identity.gpu));
+        }
+        writeln!(out, "{}", serde_json::to_string_pretty(&head)?)?;
+        return Ok(0);
+    }
+    writeln!(out, "{}", dryrun::heading(cfg, &resolved.recipe.function))?;
+    match &plan {
+        Some(plan) => write!(out, "{}", dryrun::text(plan, &cfg.identity.gpu))?,
+        None => writeln!(out, "No program: not built yet: {}", cfg.not_built.join("; "))?,
+    }
+    Ok(0)
+}
+
+/// Share, program and both arms.
+fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
+    let share = RankShare::of(cfg)?;
+    let mut program: Program = workloads::build(cfg, &share)?;
+    if keep_routing {
+        dump::keep_routing(&mut program);
+    }
+    Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
+}
+
+fn given(args: &Args) -> shrink::Given {
+    shrink::Given {
+        layers: args.general.num_layers.is_some(),
+        hidden: args.general.hidden_size.is_some(),
+        sequence: args.training.seq_length.is_some(),
+        vocabulary: args.data.vocab_size.is_some(),
+        experts: args.general.num_moe_experts.is_some(),
+    }
+}
+
+fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
+    let own = &args.mbperf;
+    let budget = if on_gpu { measure::options::DEFAULT_MAX_TIME_S } else { measure::options::DEFAULT_MAX_TIME_CPU_S };
+    Options {
+        max_time_s: own.max_time.unwrap_or(budget),
+        margin: own.margin,
+        equality_steps: usize::try_from(own.equality_steps).unwrap_or(0),
+        warmup_steps: resolved.config.graph.warmup_steps,
+        max_steps: resolved.max_steps,
+        graph: resolved.config.graph.implementation != GraphImpl::None,
+        aa: own.aa.map(|a| match a {
+            crate::args::Arm::Eager => Arm::Eager,
+            crate::args::Arm::Graph => Arm::Graph,
+        }),
+        busy: on_gpu,
+    }
+}
+
+/// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
+fn choose_device(args: &Args) -> anyhow::Result<bool> {
+    if let Some(path) = &args.mbperf.cuda_path {
+        set_path(path);
+    }
+    if args.mbperf.device == DeviceChoice::Cpu {
+        return Ok(false);
+    }
+    let auto = args.mbperf.device == DeviceChoice::Auto;
+    match probe() {
+        Availability::Ready(_) => Ok(true),
+        Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
+            eprintln!("{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)");
+            Ok(false)
+        }
+        Availability::NoDriver(why) | Availability::NoDevice(why) => {
+            Err(DeviceError::Unavailable(format!("{why}; `mbperf doctor` says where it was looked for; --device cpu runs without")).into())
+        }
+        Availability::Unusable(why) => Err(DeviceError::Unavailable(why).into()),
+    }
+}
+
+fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
+    args.mbperf.inject.first().map(|text| text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())).transpose()
+}
+
+fn open_device(plan: &RunPlan, args: &Args, on_gpu: bool, inject: Option<Inject>) -> Result<Box<dyn Executor>, DeviceError> {
+    Ok(if on_gpu {
+        let own = &args.mbperf;
+        let options = CudaOptions { cache_dir: own.kernel_cache.clone(), cuda_path: own.cuda_path.clone(), inject, ..Default::default() };
+        Box::new(CudaExecutor::new(plan, options)?)
+    } else {
+        Box::new(CpuExecutor::new(plan.clone(), inject, None)?)
+    })
+}
+
+/// A run that failed before its first step still leaves its rows.
+fn failed_before_steps(facts: &RunFacts, options: &Options, writer: &mut Writer, error: DeviceError) -> anyhow::Result<u8> {
+    let reason = error.to_string();
+    if !matches!(error, DeviceError::Unavailable(_)) {
+        writer.rows(&Row::without_outcome(facts, options, "failed", &reason))?;
+    }
+    Err(error.into())
+}
+
+fn interrupt_flag() -> anyhow::Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // A second signal ends the process at once, should a device call hang.
+        signal_hook::flag::register_conditional_shutdown(signal, 130, flag.clone()).context("cannot watch for signals")?;
+        signal_hook::flag::register(signal, flag.clone()).context("cannot watch for signals")?;
+    }
+    Ok(flag)
+}
+
+fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
+    let cfg = &resolved.config;
+    let (i, p, b) = (&cfg.identity, &cfg.parallel, &cfg.batch);
+    let share = RankShare::of(cfg).ok();
+    let program = &plan.eager.program;
+    let stand_in = program.launches.iter().any(|l| l.op.stand_in());
+    let moe_layers = program.launches.iter().filter(|l| l.op.name() == "moe_sort").count() as u64;
+    let routed = cfg.model.moe.as_ref().zip(share.as_ref()).map(|(m, s)| (m.router_topk * s.tokens_sequence_parallel) as u64 * moe_layers);
+    let dropless = cfg.model.moe.as_ref().is_some_and(|m| m.capacity_factor.is_none());
+    RunFacts {
+        run_id: run_id::new(),
+        started_at: run_id::utc_now(),
+        host_name: std::fs::read_to_string("/etc/hostname").ok().map(|s| s.trim().to_string()),
+        gpu_target: i.gpu.clone(),
+        model_family: i.family.clone(),
+        model_recipe: i.recipe.clone(),
+        task: i.task.clone(),
+        variant: i.variant.clone(),
+        recipe_dtype: i.recipe_dtype.clone(),
+        compute_dtype: i.compute_dtype.clone(),
+        num_gpus: i.num_gpus,
+        world_size: 1,
+        comm: if stand_in { "stand_in" } else { "none" }.into(),
+        tp: p.tp,
+        pp: p.pp,
+        cp: p.cp,
+        ep: p.ep,
+        pp_rank: p.pp_rank,
+        micro_batch_size: b.micro_batch_size,
+        num_microbatches: b.num_microbatches,
+        num_microbatches_recipe: b.num_microbatches_recipe,
+        seq_length: b.seq_length,
+        num_layers: share.as_ref().map_or(0, |s| s.layers.len()),
+        stack_only: cfg.stack_only,
+        seed: cfg.seed,
+        cuda_graph_impl: impl_name(cfg.graph.implementation).into(),
+        cuda_graph_scope: cfg.graph.scope.iter().map(|s| scope_name(*s).to_string()).collect(),
+        te_rng_tracker: cfg.graph.te_rng_tracker,
+        approximations: cfg.approximations.clone(),
+        tokens_per_step: share.as_ref().map(|s| (s.tokens * b.num_microbatches) as u64),
+        model_flops_per_step: Some(program.launches.iter().map(|l| l.op.flops()).sum()),
+        tokens_routed: routed,
+        tokens_padded: routed.filter(|_| dropless).map(|_| 0),
+        tokens_dropped: routed.filter(|_| dropless).map(|_| 0),
+        host_model: "bare".into(),
+        mbperf_version: env!("CARGO_PKG_VERSION").into(),
+        git_commit: option_env!("MBPERF_GIT_COMMIT").map(Into::into),
+        git_dirty: option_env!("MBPERF_GIT_DIRTY").and_then(|d| d.parse().ok()),
+        command: command_line(args),
+        ..Default::default()
+    }
+}
+
+/// The command as a shell would take it.
+fn command_line(args: &Args) -> String {
+    let plain = |t: &str| !t.is_empty() && t.chars().all(|c| c.is_ascii_alphanumeric() || "-_=.,/:+@%".contains(c));
+    let quote = |t: &String| if plain(t) { t.clone() } else { format!("'{}'", t.replace('\'', "'\\''")) };
+    std::iter::once("mbperf".to_string()).chain(args.argv.iter().map(quote)).collect::<Vec<_>>().join(" ")
+}
+
+fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
+    facts.device = info.device.clone();
+    facts.gpu_name = info.gpu_name.clone();
+    facts.gpu_uuid = info.gpu_uuid.clone();
+    facts.driver_version = info.driver_version.clone();
+    facts.cuda_version = info.cuda_version.clone();
+    facts.attention_backend = info.attention_backend.clone();
+}
+
+fn run_line(resolved: &Resolved, info: &DeviceInfo, facts: &RunFacts) -> Value {
+    let environment: serde_json::Map<String, Value> = std::env::vars()
+        .filter(|(k, _)| ["CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "MBPERF_"].iter().any(|p| k.starts_with(p)))
+        .map(|(k, v)| (k, Value::String(v)))
+        .collect();
+    json!({
+        "command": facts.command, "started_at": facts.started_at, "host_name": facts.host_name,
+        "recipe": resolved.recipe.function, "config": resolved.config, "device": info,
+        "notices": resolved.notices, "environment": environment,
+    })
+}
