@@ -102,6 +102,11 @@ fn failures_of_the_driver_are_told_by_phase() {
 }
 
 #[test]
+fn real_programs_are_prepared_captured_and_proved() {
+    scenario("child_programs", &[]);
+}
+
+#[test]
 #[ignore = "run by the_driver_is_asked_without_panic"]
 fn child_probe() {
     let answer = libraries::probe();
@@ -356,4 +361,67 @@ fn child_graph_memory() {
 fn child_launch_fails() {
     let e = CudaExecutor::new(&plan(LEN), CudaOptions::default()).unwrap_err();
     assert!(e.to_string().contains("cublasLtMatmul"), "{e}");
+}
+
+/// The small form of a command line's program, as `--device cpu` shrinks it, with one layer more so that graphs hand
+/// over to graphs.
+fn small(line: &str) -> RunPlan {
+    use mbperf::workloads::{self, share::RankShare, shrink};
+    let argv = std::iter::once("mbperf").chain(line.split_whitespace());
+    let mbperf::args::Command::Run(args) = mbperf::args::parse(argv).unwrap() else {
+        panic!("{line} is no run")
+    };
+    let catalogue = mbperf::recipe::Catalogue::load(None).unwrap();
+    let mut cfg = mbperf::overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
+    shrink::shrink(&mut cfg, shrink::Given::default());
+    cfg.model.layers.push(cfg.model.layers[0]);
+    let program = workloads::build(&cfg, &RankShare::of(&cfg).unwrap()).unwrap();
+    mbperf::capture::plan(program, &cfg.graph, cfg.seed).unwrap()
+}
+
+/// Every kernel's arguments, every address and every graph of real programs: only the arithmetic is missing.
+#[test]
+#[ignore = "run by real_programs_are_prepared_captured_and_proved"]
+fn child_programs() {
+    const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
+    const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
+    const PADDED: &str = "model.moe_token_dispatcher_type=alltoall --use_tokendrop true";
+    const DROPOUT: &str = "model.attention_dropout=0.1 model.hidden_dropout=0.1";
+    let lines = [
+        format!("{LLAMA} --cuda_graph_scope attn {DROPOUT}"),
+        format!("{LLAMA} --cuda_graph_scope attn,mlp"),
+        format!("{LLAMA} --cuda_graph_impl transformer_engine"),
+        format!("{LLAMA} --cuda_graph_scope full_iteration --grad_dtype fp32"),
+        format!("{LLAMA} -cp 1 --stack_only --cuda_graph_scope full_iteration"),
+        QWEN.to_owned(),
+        format!("{QWEN} --cuda_graph_scope attn,moe_router {DROPOUT}"),
+        format!(
+            "{QWEN} model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess"
+        ),
+        format!("{QWEN} {PADDED} --cuda_graph_impl transformer_engine --cuda_graph_scope moe"),
+        format!("{QWEN} {PADDED} --cuda_graph_impl local --cuda_graph_scope full_iteration"),
+    ];
+    let mut failures = Vec::new();
+    for line in &lines {
+        let run = || -> Result<String, DeviceError> {
+            let mut device = CudaExecutor::new(&small(line), CudaOptions::default())?;
+            device.reset()?;
+            for arm in [Arm::Eager, Arm::Graph] {
+                let step = device.submit(arm)?;
+                device.wait(step)?;
+            }
+            let cost = device.capture()?;
+            for _ in 0..2 {
+                let step = device.submit(Arm::Graph)?;
+                device.wait(step)?;
+            }
+            device.digest()?;
+            Ok(format!("{} graphs, {} nodes", cost.graphs, cost.nodes))
+        };
+        match run() {
+            Ok(text) => println!("{line}: {text}"),
+            Err(e) => failures.push(format!("{line}: {e}")),
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
