@@ -181,7 +181,13 @@ fn fixed_steps(session: &mut Session, sides: &[Arm], steps: usize, step_ms: &[f6
     }
     for pair in 0..blocks {
         for (side, arm) in order(sides, pair) {
-            session.block(side, arm, block_steps.saturating_sub(2).max(1), Pacing::RunAhead, Purpose::Timed)?;
+            session.block(
+                side,
+                arm,
+                block_steps.saturating_sub(2).max(1),
+                Pacing::RunAhead,
+                Purpose::Timed,
+            )?;
         }
         let interval = if pair % 2 == 1 { interval(&session.blocks, sides.len()) } else { None };
         session.hooks.progress.update(&Update {

@@ -8,7 +8,6 @@ use crate::device::{Arm, DeviceError, GraphCost, Phase};
 /// What the check leaves for the timed part.
 pub(super) struct Proof {
     pub equality: Option<Equality>,
-    pub graph_cost: Option<GraphCost>,
     pub first_replay_ms: Option<f64>,
     /// Wall time of the last step of each side, every step synchronised: sizes the first blocks.
     pub step_ms: Vec<f64>,
@@ -33,17 +32,13 @@ pub(super) fn check(
     session.hooks.progress.stage("equality check: eager arm");
     let eager = trace(session, 0, Arm::Eager, steps, None)?;
     if options.sides().len() == 1 {
-        return Ok(Proof {
-            equality: None,
-            graph_cost: None,
-            first_replay_ms: None,
-            step_ms: vec![eager.last_step_ms],
-        });
+        return Ok(Proof { equality: None, first_replay_ms: None, step_ms: vec![eager.last_step_ms] });
     }
     let mut first_replay_ms = None;
     let (other, arm) = if options.captures() {
         session.hooks.progress.stage("equality check: graph arm");
-        let mut capture = Capture { warmup: options.warmup_steps, cost, first_replay_ms: &mut first_replay_ms };
+        let mut capture =
+            Capture { warmup: options.warmup_steps, cost, first_replay_ms: &mut first_replay_ms };
         (trace(session, 1, Arm::Graph, steps, Some(&mut capture))?, Arm::Graph)
     } else {
         session.hooks.progress.stage("equality check: eager arm again");
@@ -57,7 +52,7 @@ pub(super) fn check(
     };
     let equality =
         Some(Equality { steps, buffers: eager.digest.len(), digest: combined_digest(&eager.digest) });
-    Ok(Proof { equality, graph_cost: cost.clone(), first_replay_ms, step_ms })
+    Ok(Proof { equality, first_replay_ms, step_ms })
 }
 
 struct Capture<'a> {
@@ -117,10 +112,9 @@ fn compare(eager: &Trace, other: &Trace, arm: Arm) -> Result<(), DeviceError> {
         )));
     }
     let mut found = Vec::new();
-    for (what, a, b) in [
-        ("loss", &eager.losses, &other.losses),
-        ("gradient norm", &eager.grad_norms, &other.grad_norms),
-    ] {
+    for (what, a, b) in
+        [("loss", &eager.losses, &other.losses), ("gradient norm", &eager.grad_norms, &other.grad_norms)]
+    {
         if let Some(step) = a.iter().zip(b).position(|(a, b)| a != b) {
             let show = |bits: Option<u32>| bits.map_or("none".into(), |b| f32::from_bits(b).to_string());
             found.push(format!("{what} of step {step} is {} and {}", show(a[step]), show(b[step])));
@@ -147,8 +141,15 @@ fn compare(eager: &Trace, other: &Trace, arm: Arm) -> Result<(), DeviceError> {
     if found.is_empty() {
         return Ok(());
     }
-    let whose = if arm == Arm::Graph { "the graph arm did not do the eager arm's work" } else { "the eager arm does not repeat itself" };
-    Err(DeviceError::Unequal(format!("{whose}: {}; no speedup is given. Please report it with --dryrun's output", found.join("; "))))
+    let whose = if arm == Arm::Graph {
+        "the graph arm did not do the eager arm's work"
+    } else {
+        "the eager arm does not repeat itself"
+    };
+    Err(DeviceError::Unequal(format!(
+        "{whose}: {}; no speedup is given. Please report it with --dryrun's output",
+        found.join("; ")
+    )))
 }
 
 /// FNV-1a over names and hashes: one word for the row. Offset basis and prime as published by its authors.

@@ -80,7 +80,8 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
     let steady = |pacing| {
         session.steps.iter().filter(move |s| s.side == side && s.phase == Phase::Steady && s.pacing == pacing)
     };
-    let of = |pacing, pick: fn(&StepRecord) -> Option<f64>| steady(pacing).filter_map(pick).collect::<Vec<_>>();
+    let of =
+        |pacing, pick: fn(&StepRecord) -> Option<f64>| steady(pacing).filter_map(pick).collect::<Vec<_>>();
     let median = |pacing, pick| stats::median(&of(pacing, pick));
     let wall = of(Pacing::RunAhead, |s| Some(s.wall_ms));
     let blocks: Vec<_> =
@@ -145,7 +146,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
     let break_even_steps = found.cost.as_ref().zip(saved_ms).and_then(|(cost, (a, b))| {
         verdict::break_even(cost.capture_ms + cost.instantiate_ms + cost.upload_ms, a - b)
     });
-    let notices = notices(&arms, pairs.len(), found.stopped);
+    let notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
     let sync = verdict::log_ratio(&blocks::pairs(&session.blocks, Pacing::Sync)).filter(|_| ok);
     Outcome {
         status,
@@ -171,7 +172,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
 /// SM clocks of the arms that differ by more than this make the time ratio unlike the cycle ratio.
 const CLOCK_DIFFERENCE: f64 = 0.01;
 
-fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<String> {
+fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>, unfilled: [usize; 2]) -> Vec<String> {
     let mut notices = Vec::new();
     if stopped.is_none() {
         return notices;
@@ -182,6 +183,13 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<St
             "{pairs} pairs of blocks are too few for an interval ({MIN_PAIRS} are needed): raise {more}"
         ));
     }
+    for (arm, unfilled) in arms.iter().zip(unfilled).filter(|(arm, n)| n * 10 > arm.blocks) {
+        notices.push(format!(
+            "{} arm: host and device are nearly equally fast, and in {unfilled} of {} blocks the launch queue \
+             did not fill: its step time may be too low; compare the _sync columns, or raise --max_time",
+            arm.arm, arm.blocks
+        ));
+    }
     for arm in arms {
         if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {
             notices.push(format!("{} arm: steady state not reached: {reason}", arm.arm));
@@ -190,7 +198,8 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<St
     if let [Some(a), Some(b)] = arms.iter().map(|a| a.health.sm_clock_mhz_median).collect::<Vec<_>>()[..]
         && (a / b - 1.0).abs() > CLOCK_DIFFERENCE
     {
-        notices.push(format!("the arms ran at different SM clocks ({a:.0} and {b:.0} MHz): see speedup_cycles"));
+        notices
+            .push(format!("the arms ran at different SM clocks ({a:.0} and {b:.0} MHz): see speedup_cycles"));
     }
     let throttled = arms.iter().filter_map(|a| a.health.throttle_reasons.as_deref()).find(|r| !r.is_empty());
     if let Some(reasons) = throttled {

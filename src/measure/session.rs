@@ -23,6 +23,11 @@ impl From<std::io::Error> for Stop {
     }
 }
 
+/// A wait blocked if it took more than this share of the step: far above what asking costs.
+const BLOCKED: f64 = 0.01;
+/// Share of a block that the device may still need after the last launch of a host-bound arm.
+const NO_TAIL: f64 = 0.005;
+
 /// What the steps of a block are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
@@ -52,6 +57,10 @@ pub(super) struct Session<'a> {
     /// Blocks begun, settling ones too.
     blocks_begun: usize,
     phase: Option<Phase>,
+    /// Sides whose waits never block: the host is the limit. `None`: no block yet.
+    host_bound: [Option<bool>; 2],
+    /// Timed run-ahead blocks of each side in which the queue never filled although the device is the limit.
+    pub unfilled: [usize; 2],
     /// Graphs may exist: they are destroyed on every path, panics too.
     pub graphs: bool,
 }
@@ -75,13 +84,16 @@ impl<'a> Session<'a> {
             flushed: 0,
             blocks_begun: 0,
             phase: None,
+            host_bound: [None; 2],
+            unfilled: [0; 2],
             graphs: false,
         }
     }
 
     /// Destroys the graphs and hands the last steps to the sink.
     pub fn close(&mut self) -> Result<(), Stop> {
-        let destroyed = if std::mem::take(&mut self.graphs) { self.executor.destroy_graphs() } else { Ok(()) };
+        let destroyed =
+            if std::mem::take(&mut self.graphs) { self.executor.destroy_graphs() } else { Ok(()) };
         self.flush()?;
         Ok(destroyed?)
     }
@@ -121,8 +133,10 @@ impl<'a> Session<'a> {
     }
 
     /// Waits for a step and records it; `since` is when its wall time began.
-    fn finish(&mut self, flight: Flight, since_ms: f64) -> Result<Finished, Stop> {
+    fn finish(&mut self, flight: Flight, since_ms: f64) -> Result<(Finished, bool), Stop> {
+        let waits_from = self.executor.now_ms();
         let done = self.executor.wait(flight.submitted)?;
+        let blocked = done.done_at_ms - waits_from > BLOCKED * (done.done_at_ms - since_ms);
         let index = self.steps.len();
         self.steps.push(StepRecord {
             index,
@@ -139,7 +153,7 @@ impl<'a> Session<'a> {
             grad_norm: done.grad_norm,
         });
         check_result(&done, flight.arm, index)?;
-        Ok(done)
+        Ok((done, blocked))
     }
 
     /// One step, waited for. Returns what it left.
@@ -147,12 +161,16 @@ impl<'a> Session<'a> {
         self.check_interrupt()?;
         let since = self.executor.now_ms();
         let flight = self.submit(side, arm, None, phase, Pacing::Sync)?;
-        self.finish(flight, since)
+        Ok(self.finish(flight, since)?.0)
     }
 
-    /// One block of `timed` steps that count, between steps that do not: with run-ahead one that fills the
-    /// pipe and one that drains it. The draining step is dropped too: where the host is the limit it is
-    /// seen to be done the moment after the step before it. The card is read while it runs.
+    /// One block of `timed` steps that count, between steps that do not. With run-ahead:
+    ///
+    /// - the first fills the queue. While submitting takes over half of the device's time, the end of a step
+    ///   is seen late until a wait has blocked once; up to half of the timed steps are given to that, as
+    ///   `switch`. Where the host is the limit no wait ever blocks, and there is nothing to fill.
+    /// - the last drains it: where the host is the limit it is seen to be done at once. The card is read
+    ///   while it runs.
     ///
     /// Returns the median wall time of the steps that count.
     pub fn block(
@@ -166,9 +184,13 @@ impl<'a> Session<'a> {
         let number = self.blocks_begun;
         self.blocks_begun += 1;
         let first = self.steps.len();
+        let start = self.executor.now_ms();
         let total = timed + if pacing == Pacing::RunAhead { 2 } else { 1 };
-        let mut since = self.executor.now_ms();
+        let fill = pacing == Pacing::RunAhead && self.host_bound[side] != Some(true);
+        let mut since = start;
         let mut ahead: Option<Flight> = None;
+        let mut full = false;
+        let mut began_full = !fill;
         for i in 0..total {
             if let Err(stop) = self.check_interrupt() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
@@ -191,25 +213,48 @@ impl<'a> Session<'a> {
                 Pacing::Sync => Some(flight),
                 Pacing::RunAhead => ahead.replace(flight),
             };
-            if let Some(due) = due {
-                since = self.finish(due, since)?.done_at_ms;
+            if let Some(mut due) = due {
+                // With run-ahead this is step i - 1.
+                let filling = fill && !full && i > 1 && i - 1 <= timed / 2;
+                if due.phase == Phase::Steady && filling {
+                    due.phase = Phase::Switch;
+                } else if due.phase == Phase::Steady {
+                    began_full |= full;
+                }
+                let (done, blocked) = self.finish(due, since)?;
+                since = done.done_at_ms;
+                full |= blocked;
             }
         }
         let health = self.executor.health();
         if let Some(last) = ahead {
-            self.finish(last, since)?;
+            let submitted = self.executor.now_ms();
+            since = self.finish(last, since)?.0.done_at_ms;
+            // A host that is the limit leaves the device little to do after the last launch.
+            let tail = (since - submitted) / (since - start);
+            let host_bound = !full && tail < NO_TAIL;
+            began_full |= host_bound;
+            self.host_bound[side] = Some(host_bound);
         }
-        let counted: Vec<f64> = self.steps[first + 1..=first + timed].iter().map(|s| s.wall_ms).collect();
+        if purpose == Purpose::Timed && pacing == Pacing::RunAhead && !began_full {
+            self.unfilled[side] += 1;
+        }
+        let block = &self.steps[first..];
+        if purpose == Purpose::Settle {
+            let walls: Vec<f64> = block[1..=timed].iter().map(|s| s.wall_ms).collect();
+            self.flush()?;
+            return Ok(stats::median(&walls).unwrap_or(f64::NAN));
+        }
+        let counted: Vec<f64> =
+            block.iter().filter(|s| s.phase == Phase::Steady).map(|s| s.wall_ms).collect();
         let wall_ms_median = stats::median(&counted).unwrap_or(f64::NAN);
-        if purpose == Purpose::Timed {
-            let (early, late) = counted.split_at(counted.len() / 2);
-            let half_change = match (stats::median(early), stats::median(late)) {
-                (Some(a), Some(b)) if counted.len() >= 4 && a > 0.0 => Some(b / a - 1.0),
-                _ => None,
-            };
-            let steady_steps = counted.len();
-            self.blocks.push(BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, health });
-        }
+        let (early, late) = counted.split_at(counted.len() / 2);
+        let half_change = match (stats::median(early), stats::median(late)) {
+            (Some(a), Some(b)) if counted.len() >= 4 && a > 0.0 => Some(b / a - 1.0),
+            _ => None,
+        };
+        let steady_steps = counted.len();
+        self.blocks.push(BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, health });
         self.flush()?;
         Ok(wall_ms_median)
     }

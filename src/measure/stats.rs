@@ -109,6 +109,23 @@ pub fn mean_interval(values: &[f64], confidence: f64) -> Option<Interval> {
     Some(Interval { value: mean, low: mean - reach, high: mean + reach })
 }
 
+/// How much wider an interval of the mean must be because neighbours in the series are alike:
+/// sqrt(1 + 2 r1), r1 the lag-1 autocorrelation of the winsorised values (first term of Bartlett's formula).
+/// At least 1: unlike neighbours never make an interval narrower.
+pub fn autocorrelation_widening(series: &[f64]) -> f64 {
+    let sorted = sorted(series);
+    let cut = (TRIM * series.len() as f64) as usize;
+    if series.len() < 3 {
+        return 1.0;
+    }
+    let (low, high) = (sorted[cut], sorted[series.len() - 1 - cut]);
+    let values: Vec<f64> = series.iter().map(|x| x.clamp(low, high)).collect();
+    let mean = values.iter().sum::<f64>() / values.len() as f64;
+    let total: f64 = values.iter().map(|x| (x - mean).powi(2)).sum();
+    let lagged: f64 = values.windows(2).map(|w| (w[0] - mean) * (w[1] - mean)).sum();
+    if total > 0.0 { (1.0 + 2.0 * (lagged / total).max(0.0)).sqrt() } else { 1.0 }
+}
+
 /// Distribution-free 95 % interval of the median from order statistics (binomial, conservative).
 /// `None` under [`MIN_FOR_MEDIAN_INTERVAL`] values.
 pub fn median_interval(values: &[f64]) -> Option<(f64, f64)> {
@@ -196,7 +213,9 @@ mod tests {
         assert_eq!(mean_interval(&[1.0], 0.95), None);
         // Mean 2, standard error 1/sqrt(3), t(2) = 4.3027.
         let plain = mean_interval(&[1.0, 2.0, 3.0], 0.95).unwrap();
-        assert!((plain.value - 2.0).abs() < 1e-12 && (plain.half_width() - 4.3027 / 3f64.sqrt()).abs() < 1e-3);
+        assert!(
+            (plain.value - 2.0).abs() < 1e-12 && (plain.half_width() - 4.3027 / 3f64.sqrt()).abs() < 1e-3
+        );
         // Ten values, one cut at each end: the outlier does not count.
         let mut values: Vec<f64> = (0..10).map(f64::from).collect();
         values[9] = 1e9;
@@ -206,6 +225,15 @@ mod tests {
         assert_eq!(median_interval(&twenty[..6]), Some((1.0, 6.0)));
         assert_eq!(median_interval(&twenty), Some((6.0, 15.0)));
         assert_eq!(median_interval(&twenty[..5]), None);
+    }
+
+    #[test]
+    fn alike_neighbours_widen_an_interval_and_nothing_narrows_it() {
+        let alternating: Vec<f64> = (0..40).map(|i| f64::from(i % 2)).collect();
+        let waves: Vec<f64> = (0..40).map(|i| f64::from(i / 10 % 2)).collect();
+        assert_eq!(autocorrelation_widening(&alternating), 1.0);
+        assert_eq!(autocorrelation_widening(&[5.0; 9]), 1.0);
+        assert!(autocorrelation_widening(&waves) > 1.5);
     }
 
     #[test]

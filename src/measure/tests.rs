@@ -35,7 +35,9 @@ fn measure_on(executor: &mut dyn Executor, options: &Options) -> Outcome {
     let outcome =
         run(executor, options, Hooks { interrupt: &interrupt, progress: &mut progress, sink: &mut sink });
     // The sink has seen every step once, in order.
-    assert_eq!(sink.steps, outcome.steps);
+    let indices = |steps: &[StepRecord]| steps.iter().map(|s| s.index).collect::<Vec<_>>();
+    assert_eq!(indices(&sink.steps), (0..outcome.steps.len()).collect::<Vec<_>>());
+    assert_eq!(indices(&outcome.steps), indices(&sink.steps));
     outcome
 }
 
@@ -83,6 +85,22 @@ fn a_host_bound_arm_is_timed_by_its_host() {
 }
 
 #[test]
+fn a_queue_that_fills_slowly_is_waited_for() {
+    // 8 ms of submission for 10 ms of device work: the first steps are seen late, the next ones early.
+    let script = FakeExecutor::script().eager(Times::new(10.0).submit_ms(8.0)).graph(Times::new(8.0));
+    let outcome = measure_script(script, &quick());
+    let eager = &outcome.arms[0];
+    assert!((eager.step_time_ms.unwrap() - 10.0).abs() < 1e-9 || !outcome.notices.is_empty(), "{eager:?}");
+    let script = FakeExecutor::script().eager(Times::new(4.0).submit_ms(3.0)).graph(Times::new(4.0));
+    let outcome = measure_script(script, &quick());
+    assert!((outcome.arms[0].step_time_ms_p05.unwrap() - 4.0).abs() < 1e-9);
+    assert_eq!((outcome.verdict, outcome.notices.len()), (Some(Verdict::Equivalent), 0));
+    // Nearly equal: it cannot be told apart within a block, and the outcome says so.
+    let script = FakeExecutor::script().eager(Times::new(10.0).submit_ms(9.7)).graph(Times::new(8.0));
+    assert!(measure_script(script, &quick()).notices.iter().any(|n| n.contains("launch queue")));
+}
+
+#[test]
 fn blocks_run_abba_and_every_block_drops_its_edges() {
     let outcome = measure_script(FakeExecutor::script(), &quick());
     let order = run_ahead_blocks(&outcome);
@@ -123,7 +141,10 @@ fn calls_come_in_the_documented_order() {
     let calls = calls.lock().unwrap().clone();
     let at = |call: Call| calls.iter().position(|c| *c == call).unwrap();
     let count = |call: Call| calls.iter().filter(|c| **c == call).count();
-    assert_eq!((count(Call::Reset), count(Call::Capture), count(Call::Destroy), count(Call::Digest)), (2, 1, 1, 2));
+    assert_eq!(
+        (count(Call::Reset), count(Call::Capture), count(Call::Destroy), count(Call::Digest)),
+        (2, 1, 1, 2)
+    );
     assert_eq!(calls[calls.len() - 1], Call::Destroy);
     assert!(at(Call::Busy(Arm::Eager)) > calls.len() - 5);
     // Eager steps, digest, then the graph arm: three uncaptured steps before capture.
@@ -131,7 +152,8 @@ fn calls_come_in_the_documented_order() {
     let uncaptured = count(Call::Submit { arm: Arm::Graph, replay: false });
     assert_eq!(uncaptured, 3);
     assert!(at(Call::Capture) < at(Call::Submit { arm: Arm::Graph, replay: true }));
-    let order = [Phase::Equality, Phase::Warmup, Phase::Capture, Phase::FirstReplay, Phase::Switch, Phase::Steady];
+    let order =
+        [Phase::Equality, Phase::Warmup, Phase::Capture, Phase::FirstReplay, Phase::Switch, Phase::Steady];
     assert!(order.windows(2).all(|w| at(Call::Phase(w[0])) < at(Call::Phase(w[1]))));
 }
 
@@ -214,7 +236,10 @@ fn graphs_go_even_when_something_panics() {
     struct Panics;
     impl StepSink for Panics {
         fn steps(&mut self, steps: &[StepRecord]) -> std::io::Result<()> {
-            assert!(steps[0].phase == Phase::Equality || steps[0].phase == Phase::Warmup && steps[0].block.is_none());
+            assert!(
+                steps[0].phase == Phase::Equality
+                    || steps[0].phase == Phase::Warmup && steps[0].block.is_none()
+            );
             Ok(())
         }
     }
@@ -272,7 +297,8 @@ fn max_steps_counts_every_step_of_an_arm() {
         assert_eq!(outcome.speedup_ci95.is_some(), n >= 50, "-ms {n}: {} pairs", outcome.pairs);
         assert_eq!(outcome.verdict == Some(Verdict::Undecided), n < 50);
     }
-    let outcome = measure_script(FakeExecutor::script(), &Options { max_steps: Some(5), ..Options::default() });
+    let outcome =
+        measure_script(FakeExecutor::script(), &Options { max_steps: Some(5), ..Options::default() });
     assert_eq!(outcome.status.exit_code(), 1);
 }
 
@@ -351,6 +377,9 @@ fn warm_up_does_not_move_the_result() {
     assert_eq!((few.verdict, many.verdict), (Some(Verdict::Faster), Some(Verdict::Faster)));
 }
 
+/// A kind of noise: its name, and how a seed makes it.
+type Kind = (&'static str, fn(u64) -> Noise);
+
 /// Verdicts of `runs` simulated runs: (faster, slower, equivalent, undecided) and the interval's hits.
 fn rates(runs: u64, ratio: f64, noise: impl Fn(u64) -> Noise) -> ([usize; 4], usize) {
     let (mut counts, mut hits) = ([0; 4], 0);
@@ -372,7 +401,7 @@ fn rates(runs: u64, ratio: f64, noise: impl Fn(u64) -> Noise) -> ([usize; 4], us
 #[test]
 fn equal_arms_are_not_told_apart() {
     const RUNS: u64 = 100;
-    let kinds: [(&str, fn(u64) -> Noise); 3] = [
+    let kinds: [Kind; 3] = [
         ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
         ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
         ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
@@ -396,16 +425,19 @@ fn two_percent_are_found() {
 #[test]
 #[ignore = "the long version of the two tests above; prints rates"]
 fn rates_over_a_thousand_runs() {
-    let kinds: [(&str, fn(u64) -> Noise); 4] = [
+    let kinds: [Kind; 5] = [
         ("white", |seed| Noise::seeded(seed).white(0.005)),
         ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
+        ("slow", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.98)),
         ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
         ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
     ];
     for (name, noise) in kinds {
         for ratio in [1.0, 1.02] {
             let (counts, hits) = rates(1000, ratio, noise);
-            println!("{name} x{ratio}: faster, slower, equivalent, undecided {counts:?}; coverage {hits}/1000");
+            println!(
+                "{name} x{ratio}: faster, slower, equivalent, undecided {counts:?}; coverage {hits}/1000"
+            );
         }
     }
 }
@@ -433,7 +465,9 @@ proptest! {
         for (arm, expected) in outcome.arms.iter().zip([eager_ms.max(submit_ms), graph_ms.max(0.1)]) {
             // Capture, first replay and edges would all move these.
             let (low, high) = (arm.step_time_ms_p05.unwrap(), arm.step_time_ms_p95.unwrap());
-            prop_assert!((low / expected - 1.0).abs() < 1e-6 && (high / expected - 1.0).abs() < 1e-6);
+            let told = outcome.notices.iter().any(|n| n.contains("launch queue"));
+            prop_assert!(high < expected * (1.0 + 1e-6), "{high} for {expected}");
+            prop_assert!(low > expected * (1.0 - 1e-6) || told && low > expected / 2.0, "{low} for {expected}");
             let steady = outcome.steps.iter().filter(|s| s.side == arm.side && s.phase == Phase::Steady);
             prop_assert_eq!(steady.count(), arm.steps_steady + arm.steps_sync);
         }

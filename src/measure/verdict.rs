@@ -44,10 +44,14 @@ pub fn judge(ci95: Option<(f64, f64)>, margin: f64) -> Verdict {
 }
 
 /// Mean log-ratio of pairs (time of side 0, time of side 1) with its 95 % interval. The two blocks of a
-/// pair are neighbours in time, so slow drift cancels; the trimmed mean bears a disturbed pair in ten.
+/// pair are neighbours in time, so slow drift cancels; the trimmed mean bears a disturbed pair in ten. In ABBA
+/// order blocks of one arm meet at the joint of two pairs, so noise that outlasts a block makes neighbouring
+/// pairs alike: the interval is widened by what their autocorrelation asks for.
 pub fn log_ratio(pairs: &[(f64, f64)]) -> Option<Interval> {
     let ratios: Vec<f64> = pairs.iter().map(|(a, b)| (a / b).ln()).filter(|r| r.is_finite()).collect();
-    stats::mean_interval(&ratios, stats::CONFIDENCE)
+    let plain = stats::mean_interval(&ratios, stats::CONFIDENCE)?;
+    let reach = plain.half_width() * stats::autocorrelation_widening(&ratios);
+    Some(Interval { value: plain.value, low: plain.value - reach, high: plain.value + reach })
 }
 
 /// Whether the timed steps had settled.

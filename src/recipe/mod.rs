@@ -54,6 +54,23 @@ pub struct Recipe {
     pub issues: Vec<String>,
 }
 
+impl Recipe {
+    /// Why the recipe cannot run as written, if so; other settings may make it possible.
+    /// `RankShare` refuses the same layouts with the numbers.
+    pub fn impossible(&self) -> Option<&'static str> {
+        let codes = self.issues.iter().filter(|code| IMPOSSIBLE.contains(&code.as_str()));
+        codes.filter_map(|code| issue_meaning(code)).next()
+    }
+}
+
+/// Issues that make a recipe impossible as written.
+const IMPOSSIBLE: &[&str] = &[
+    "expert_grid_does_not_fit",
+    "gbs_not_multiple_of_mbs_times_dp",
+    "layers_do_not_fill_pipeline",
+    "vp_conflicts_with_pipeline_layout",
+];
+
 /// One model, without its recipes' settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelInfo {
@@ -164,6 +181,7 @@ const ISSUES: &[(&str, &str)] = &[
         "impl_none_but_external_cuda_graph_set",
         "implementation none, but the deprecated external_cuda_graph is set",
     ),
+    ("layers_do_not_fill_pipeline", "the layers cannot be split evenly over pp and vp"),
     ("mhc_flag_name_differs_in_mcore", "a hyper-connection flag has another name in Megatron Core"),
     ("model_and_dataset_seq_length_differ", "model.seq_length and dataset.seq_length differ"),
     ("nccl_ub_without_fsdp", "NCCL user buffers without FSDP have no effect"),

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::{Catalogue, Recipe, RecipeError, issue_meaning};
 use crate::keys::nearest;
+use crate::workloads::share::{RankShare, ShareInput};
 
 /// Writes one line per recipe whose name, family, GPU, dtype, task or variant contains `filter`.
 /// With `as_json`, a JSON array of objects.
@@ -123,11 +124,37 @@ fn show_recipe(catalogue: &Catalogue, recipe: &Recipe, out: &mut dyn Write) -> R
     write_values(recipe.values.iter().filter(|(k, v)| inherited(k, v)), out)?;
     writeln!(out, "\nsettings")?;
     write_values(recipe.values.iter().filter(|(k, v)| !inherited(k, v)), out)?;
+    show_share(recipe, out)?;
     writeln!(out, "\nenvironment (upstream's)")?;
     for (name, value) in &recipe.env {
         writeln!(out, "  {name}={value}")?;
     }
     Ok(())
+}
+
+/// What rank 0 of the first pipeline stage holds, or why the layout is impossible.
+fn show_share(recipe: &Recipe, out: &mut dyn Write) -> io::Result<()> {
+    writeln!(out, "\nshare of one GPU (first pipeline stage)")?;
+    let input = ShareInput::of_values(&recipe.values, recipe.num_gpus).map_err(|e| e.to_string());
+    let share = match input.and_then(|i| RankShare::from_input(&i).map_err(|e| e.to_string())) {
+        Ok(share) => share,
+        Err(reason) => return writeln!(out, "  impossible: {reason}"),
+    };
+    let mut ends = Vec::new();
+    if share.has_embedding {
+        ends.push("embedding");
+    }
+    if share.has_loss {
+        ends.push("loss");
+    }
+    writeln!(out, "  layers {}, {}", share.layers.len(), ends.join(" and "))?;
+    writeln!(out, "  heads {}, key-value heads {}, MLP width {}", share.heads, share.kv_heads, share.ffn)?;
+    writeln!(out, "  vocabulary rows {}", share.vocab)?;
+    if share.experts > 0 {
+        writeln!(out, "  experts {} of width {}", share.experts, share.expert_ffn)?;
+    }
+    let batches = share.num_microbatches;
+    writeln!(out, "  {} tokens a micro-batch, {batches} micro-batches a step, dp {}", share.tokens, share.dp)
 }
 
 /// One `key = value` a line; keys that are null are left out.

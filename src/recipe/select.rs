@@ -36,10 +36,12 @@ impl Catalogue {
         let (family, model) = (ask.family.to_lowercase(), ask.recipe.to_lowercase());
         let variant = ask.variant.as_deref().map(str::to_lowercase).unwrap_or_default();
         // `-c` has no fp8_ds: such a dtype is asked for as a variant.
-        let (dtype, variant) = match self.recipes().iter().any(|r| r.model == model && r.dtype == variant) {
-            true => (variant.as_str(), ""),
-            false => (ask.dtype.as_str(), variant.as_str()),
-        };
+        let by_variant = |r: &Recipe| r.issues.iter().any(|i| i == "dtype_not_selectable_on_command_line");
+        let (dtype, variant) =
+            match self.recipes().iter().any(|r| r.model == model && r.dtype == variant && by_variant(r)) {
+                true => (variant.as_str(), ""),
+                false => (ask.dtype.as_str(), variant.as_str()),
+            };
         let levels: [Level; 6] = [
             ("-m", &family, |r| &r.family),
             ("-mr", &model, |r| &r.model),

@@ -180,5 +180,12 @@ fn lists_and_shows() {
     assert!(
         show("llama3_8b_pretrain_8gpu_h100_bf16_config").unwrap().contains("model.context_parallel_size = 2")
     );
+    let share = show("llama3_8b_pretrain_8gpu_h100_bf16_config").unwrap();
+    assert!(
+        share.contains("layers 32, embedding and loss") && share.contains("4096 tokens a micro-batch"),
+        "{share}"
+    );
+    let impossible = show("deepseek_v3_pretrain_64gpu_h100_bf16_config").unwrap();
+    assert!(impossible.contains("impossible") && impossible.contains("etp 1 x ep 64 x pp 8"), "{impossible}");
     assert!(show("qwen3_30b").unwrap_err().to_string().contains("did you mean qwen3_30b_a3b?"));
 }

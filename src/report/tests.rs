@@ -116,6 +116,7 @@ fn a_pair_is_written_read_back_and_appended_to() {
     let steps = read(&folder.path().join("out.steps.csv"));
     assert_eq!(steps.len(), ids.iter().map(|(_, n)| n).sum::<usize>());
     assert!(steps.iter().filter(|s| s["run_id"] == ids[1].0).count() == ids[1].1);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 3);
     let runs = std::fs::read_to_string(folder.path().join("out.runs.jsonl")).unwrap();
     let first: serde_json::Value = serde_json::from_str(runs.lines().next().unwrap()).unwrap();
     assert_eq!((first["run_id"].as_str(), &first["config"]["seed"]), (Some(ids[0].0.as_str()), &1.into()));

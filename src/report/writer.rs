@@ -181,6 +181,12 @@ fn io_reason(error: &io::Error, path: &Path) -> String {
     }
 }
 
+/// `<name>.<suffix>` beside `<name>.csv`; any other ending is part of the name.
+fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let file = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!("{}.{suffix}", file.strip_suffix(".csv").unwrap_or(&file)))
+}
+
 /// Records as RFC 4180 text.
 fn encode<R: AsRef<[String]>>(header: Option<&Vec<&str>>, records: &[R], crlf: bool) -> io::Result<Vec<u8>> {
     let terminator = if crlf { csv::Terminator::CRLF } else { csv::Terminator::Any(b'\n') };
@@ -230,8 +236,8 @@ impl Writer {
         let rows = Appender::open(path, columns::header())?;
         // A device such as /dev/null has no neighbours.
         let (steps, runs) = if rows.regular {
-            let steps = Appender::open(&path.with_extension("steps.csv"), steps::HEADER.to_vec())?;
-            let runs_path = path.with_extension("runs.jsonl");
+            let steps = Appender::open(&beside(path, "steps.csv"), steps::HEADER.to_vec())?;
+            let runs_path = beside(path, "runs.jsonl");
             let runs = OpenOptions::new().append(true).create(true).open(&runs_path);
             let created = runs.as_ref().is_ok_and(|f| f.metadata().is_ok_and(|m| m.len() == 0));
             let file = runs.map_err(|e| OutputError::Refused {

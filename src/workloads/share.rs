@@ -10,6 +10,7 @@ use thiserror::Error;
 pub use layout::{Stage, layout_stages, pipeline_stages};
 
 use crate::config::{LayerKind, RunConfig};
+use crate::recipe::{LayerError, Values, layer_kinds, padded_vocab};
 
 /// What a share is computed from; [`RankShare::of`] fills it from a run's configuration.
 #[derive(Debug, Clone, PartialEq)]
@@ -239,6 +240,55 @@ impl ShareInput {
             global_batch: batch.global_batch_size,
             seq: batch.seq_length,
         }
+    }
+}
+
+impl ShareInput {
+    /// The same from a recipe's values, for `recipes show`; rank 0 of the pipeline.
+    /// MLA models have a key and value head per query head; a missing size is 1, a missing width 0.
+    ///
+    /// # Errors
+    /// What [`layer_kinds`] reports.
+    pub fn of_values(values: &Values, num_gpus: usize) -> Result<ShareInput, LayerError> {
+        let model = |key: &str| values.get(&format!("model.{key}"));
+        let number = |key: &str| model(key).and_then(serde_json::Value::as_u64).map(|n| n as usize);
+        let flag = |key: &str| model(key).and_then(serde_json::Value::as_bool).unwrap_or(false);
+        let train = |key: &str| values.get(&format!("train.{key}")).and_then(serde_json::Value::as_u64);
+        let size = |key: &str| number(key).unwrap_or(1);
+        let heads = number("num_attention_heads").unwrap_or(0);
+        let kv_heads = if flag("multi_latent_attention") { None } else { number("num_query_groups") };
+        Ok(ShareInput {
+            layers: layer_kinds(values)?,
+            mtp_layers: number("mtp_num_layers").unwrap_or(0),
+            num_gpus,
+            tp: size("tensor_model_parallel_size"),
+            pp: size("pipeline_model_parallel_size"),
+            cp: size("context_parallel_size"),
+            ep: size("expert_model_parallel_size"),
+            etp: size("expert_tensor_parallel_size"),
+            vp: size("virtual_pipeline_model_parallel_size"),
+            pp_rank: 0,
+            sequence_parallel: flag("sequence_parallel"),
+            pipeline_layout: model("pipeline_model_parallel_layout")
+                .and_then(|l| l.as_str())
+                .map(str::to_owned),
+            first_stage_layers: number("num_layers_in_first_pipeline_stage"),
+            last_stage_layers: number("num_layers_in_last_pipeline_stage"),
+            account_for_embedding: flag("account_for_embedding_in_pipeline_split"),
+            account_for_loss: flag("account_for_loss_in_pipeline_split"),
+            heads,
+            kv_heads: kv_heads.unwrap_or(heads),
+            ffn: number("ffn_hidden_size").unwrap_or(0),
+            vocab: padded_vocab(values, size("tensor_model_parallel_size")),
+            experts: number("num_moe_experts").map(|count| ExpertInput {
+                count,
+                ffn: number("moe_ffn_hidden_size").unwrap_or(0),
+                shared_ffn: number("moe_shared_expert_intermediate_size"),
+            }),
+            micro_batch: train("micro_batch_size").map_or(1, |n| n as usize),
+            global_batch: train("global_batch_size").map_or(1, |n| n as usize),
+            seq: number("seq_length").unwrap_or(0),
+        })
     }
 }
 

@@ -50,7 +50,8 @@ pub(super) fn capture_all(
         let start = Instant::now();
         let graph = record(setting.lanes, arm, segment, omit).map_err(fail(Phase::Capture))?;
         cost.capture_ms += ms(start);
-        cost.nodes += prove(&graph, arm, eager, segment, &eager_place, omit)?;
+        let proved = prove(&graph, arm, eager, segment, &eager_place, omit);
+        cost.nodes += proved.map_err(fail(Phase::Capture))?;
 
         fault(setting.inject, Phase::Instantiate)?;
         let start = Instant::now();
@@ -65,7 +66,6 @@ pub(super) fn capture_all(
         instances.push(instance);
     }
     prove_shared(arm)?;
-    setting.context.synchronize()?;
     Ok((instances, cost))
 }
 

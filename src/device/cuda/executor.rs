@@ -235,13 +235,16 @@ impl CudaExecutor {
     fn record_graphs(&mut self) -> Result<GraphCost, DeviceError> {
         let graph = self.graph.as_ref().ok_or_else(|| DeviceError::internal("this run has no graph arm"))?;
         let context = &self.session.context;
-        context.synchronize()?;
+        let free = || {
+            let free = context.synchronize().and_then(|()| context.memory());
+            free.map(|f| f.0).map_err(|e| in_phase(e, Phase::Capture, "memory in use"))
+        };
         let before = self.monitor.read().other_processes;
-        let (free_before, _) = context.memory()?;
+        let free_before = free()?;
         let mut setting =
             Setting { context, lanes: &self.lanes, inject: &mut self.inject, omit: self.omit_launch };
         let (instances, mut cost) = capture::capture_all(&mut setting, &graph.ready, &self.eager.ready)?;
-        let (free_after, _) = context.memory()?;
+        let free_after = free()?;
         let after = self.monitor.read().other_processes;
         capture::memory_cost(&mut cost, free_before, free_after, [before, after]);
         self.graphs = instances;
@@ -378,7 +381,7 @@ impl Executor for CudaExecutor {
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         self.destroy_graphs()?;
-        self.record_graphs().map_err(|e| in_phase(e, Phase::Capture, "capture"))
+        self.record_graphs()
     }
 
     fn destroy_graphs(&mut self) -> Result<(), DeviceError> {

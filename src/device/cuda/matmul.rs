@@ -2,13 +2,13 @@
 //! same kernels and a launch looks nothing up.
 
 use super::context::Context;
+use super::plan::{Handle, Operands, Plan};
 use super::prep::DevPtr;
 use super::work::Work;
-use crate::device::{DeviceError, Phase};
+use crate::device::DeviceError;
 use crate::program::DType;
 use cudarc::cublaslt::sys;
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -41,31 +41,8 @@ pub struct MatmulSpec {
     pub accumulate: bool,
 }
 
-/// Algorithms asked of the library's heuristic, best guess first.
-const CANDIDATES: usize = 8;
-
 /// Largest alignment that cuBLASLt's heuristic knows (its default for every operand), bytes.
 const FULL_ALIGNMENT: u64 = 256;
-
-/// Split-K partial sums may only be kept in fp32 in the workspace and reduced in fixed order. The in-place scheme
-/// is left out, and so is the one that rounds partial sums to the output dtype.
-const REDUCTION_SCHEMES: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-
-/// `cublasOperation_t`: the Lt bindings leave it out.
-const OP_NONE: i32 = 0;
-const OP_TRANSPOSE: i32 = 1;
-
-pub(super) fn check(call: &'static str, code: sys::cublasStatus_t) -> Result<(), DeviceError> {
-    match code {
-        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
-        other => Err(DeviceError::Driver {
-            call,
-            code: format!("{other:?}"),
-            phase: Phase::Prepare,
-            at: String::new(),
-        }),
-    }
-}
 
 /// All plans of one run.
 #[derive(Debug)]
@@ -77,10 +54,10 @@ pub struct Matmuls {
 
 /// What decides an algorithm.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct PlanKey {
-    spec: MatmulSpec,
+pub(super) struct PlanKey {
+    pub spec: MatmulSpec,
     /// Alignment of A, B, C and D in bytes, at most [`FULL_ALIGNMENT`].
-    alignment: [u32; 4],
+    pub alignment: [u32; 4],
 }
 
 #[derive(Debug)]
@@ -93,16 +70,6 @@ struct Online {
     handle: Rc<Handle>,
 }
 
-#[derive(Debug)]
-struct Handle(sys::cublasLtHandle_t);
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        // SAFETY: created once, destroyed once; every plan holds an Rc of it.
-        unsafe { sys::cublasLtDestroy(self.0) };
-    }
-}
-
 impl Matmuls {
     /// Scratch that every plan may use.
     pub const WORKSPACE_BYTES: usize = 32 << 20;
@@ -110,11 +77,7 @@ impl Matmuls {
     /// For the current device. `tune`: time the candidates and keep the fastest, else take the library's first.
     /// `folder`: where choices are kept between runs. Errors: [`DeviceError::Unavailable`] without cuBLASLt.
     pub fn online(context: &Rc<Context>, tune: bool, folder: Option<PathBuf>) -> Result<Self, DeviceError> {
-        super::libraries::ensure_cublaslt()?;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: the function exists (above); writes the handle.
-        check("cublasLtCreate", unsafe { sys::cublasLtCreate(&mut handle) })?;
-        let handle = Rc::new(Handle(handle));
+        let handle = Rc::new(Handle::new()?);
         // SAFETY: the function exists and takes nothing.
         let version = unsafe { sys::cublasLtGetVersion() };
         let machine = format!("{} sms {} cublaslt {version}", context.name, context.sm_count);
@@ -211,296 +174,6 @@ fn algo_of(bytes: &[u8]) -> Option<sys::cublasLtMatmulAlgo_t> {
     words.try_into().ok().map(|data| sys::cublasLtMatmulAlgo_t { data })
 }
 
-/// Addresses of one launch.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Operands {
-    pub a: DevPtr,
-    pub b: DevPtr,
-    pub c: DevPtr,
-    pub d: DevPtr,
-    pub workspace: DevPtr,
-}
-
-/// Descriptors and algorithm of one spec. Handles are null without a device.
-#[derive(Debug)]
-pub(super) struct Plan {
-    handle: Option<Rc<Handle>>,
-    desc: sys::cublasLtMatmulDesc_t,
-    /// Column-major views, in the library's order: its A is our B, its B our A, then C and D.
-    layouts: [sys::cublasLtMatrixLayout_t; 4],
-    algo: Option<sys::cublasLtMatmulAlgo_t>,
-    beta: f32,
-    work: Vec<Work>,
-}
-
-/// The library is column-major, so it computes D^T = op(B)^T op(A)^T: our B first. A row-major `[r, c]` matrix is
-/// a column-major c x r one with leading dimension c. Gives (transposed, rows, columns) of both operands.
-fn column_major(spec: &MatmulSpec) -> [(bool, usize, usize); 2] {
-    let &MatmulSpec { m, n, k, .. } = spec;
-    match spec.layout {
-        Layout::Nt => [(true, k, n), (false, k, m)],
-        Layout::Nn => [(false, n, k), (false, k, m)],
-        Layout::Tn => [(false, n, k), (true, m, k)],
-    }
-}
-
-impl Plan {
-    fn placeholder(spec: &MatmulSpec) -> Self {
-        use std::ptr::null_mut;
-        let work = vec![Work::Kernel {
-            name: format!("matmul {spec:?}").into(),
-            grid: [1; 3],
-            block: [1; 3],
-            shared_bytes: 0,
-        }];
-        Self { handle: None, desc: null_mut(), layouts: [null_mut(); 4], algo: None, beta: 0.0, work }
-    }
-
-    fn describe(handle: &Rc<Handle>, spec: &MatmulSpec) -> Result<Self, DeviceError> {
-        let mut plan = Self::placeholder(spec);
-        plan.handle = Some(handle.clone());
-        plan.beta = if spec.accumulate { 1.0 } else { 0.0 };
-        plan.work.clear();
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        // SAFETY: writes the handle; `Drop` destroys it.
-        check("cublasLtMatmulDescCreate", unsafe {
-            sys::cublasLtMatmulDescCreate(&mut plan.desc, compute, sys::cudaDataType_t::CUDA_R_32F)
-        })?;
-        let views = column_major(spec);
-        use sys::cublasLtMatmulDescAttributes_t as Desc;
-        for (attribute, view) in
-            [Desc::CUBLASLT_MATMUL_DESC_TRANSA, Desc::CUBLASLT_MATMUL_DESC_TRANSB].into_iter().zip(views)
-        {
-            let op = if view.0 { OP_TRANSPOSE } else { OP_NONE };
-            // SAFETY: the attribute is a 32-bit integer.
-            check("cublasLtMatmulDescSetAttribute", unsafe {
-                sys::cublasLtMatmulDescSetAttribute(plan.desc, attribute, (&raw const op).cast(), 4)
-            })?;
-        }
-        let out = match spec.out {
-            DType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
-            _ => sys::cudaDataType_t::CUDA_R_32F,
-        };
-        let input = sys::cudaDataType_t::CUDA_R_16BF;
-        let shapes = [
-            (input, views[0].1, views[0].2),
-            (input, views[1].1, views[1].2),
-            (out, spec.n, spec.m),
-            (out, spec.n, spec.m),
-        ];
-        for (layout, (dtype, rows, cols)) in plan.layouts.iter_mut().zip(shapes) {
-            // SAFETY: writes the handle; `Drop` destroys it.
-            check("cublasLtMatrixLayoutCreate", unsafe {
-                sys::cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, cols as u64, rows as i64)
-            })?;
-            if spec.batch > 1 {
-                use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
-                let (count, stride) = (spec.batch as i32, (rows * cols) as i64);
-                // SAFETY: the batch count is a 32-bit integer, the stride a 64-bit one, in elements.
-                unsafe {
-                    check(
-                        "cublasLtMatrixLayoutSetAttribute",
-                        sys::cublasLtMatrixLayoutSetAttribute(
-                            *layout,
-                            Attribute::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
-                            (&raw const count).cast(),
-                            4,
-                        ),
-                    )?;
-                    check(
-                        "cublasLtMatrixLayoutSetAttribute",
-                        sys::cublasLtMatrixLayoutSetAttribute(
-                            *layout,
-                            Attribute::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
-                            (&raw const stride).cast(),
-                            8,
-                        ),
-                    )?;
-                }
-            }
-        }
-        Ok(plan)
-    }
-
-    fn raw_handle(&self) -> Result<sys::cublasLtHandle_t, DeviceError> {
-        let none = || DeviceError::internal("a matrix product that was planned without a device was used");
-        self.handle.as_ref().map(|h| h.0).ok_or_else(none)
-    }
-
-    /// The heuristic's algorithms that are legal here, best guess first.
-    fn candidates(&self, key: &PlanKey) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DeviceError> {
-        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
-        let handle = self.raw_handle()?;
-        let preference = PreferenceHandle::new()?;
-        preference
-            .set_u64(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, Matmuls::WORKSPACE_BYTES as u64)?;
-        preference.set_u32(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, REDUCTION_SCHEMES)?;
-        // The library's A is our B.
-        let [a, b, c, d] = key.alignment;
-        preference.set_u32(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b)?;
-        preference.set_u32(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a)?;
-        preference.set_u32(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c)?;
-        preference.set_u32(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d)?;
-        let mut results = [blank_result(); CANDIDATES];
-        let mut count = 0;
-        let [la, lb, lc, ld] = self.layouts;
-        // SAFETY: all handles are valid; the array has room for the number asked.
-        let code = unsafe {
-            sys::cublasLtMatmulAlgoGetHeuristic(
-                handle,
-                self.desc,
-                la,
-                lb,
-                lc,
-                ld,
-                preference.0,
-                CANDIDATES as i32,
-                results.as_mut_ptr(),
-                &mut count,
-            )
-        };
-        let legal: Vec<_> = results
-            .iter()
-            .take(count.max(0) as usize)
-            .filter(|r| {
-                r.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
-                    && r.workspaceSize <= Matmuls::WORKSPACE_BYTES
-            })
-            .map(|r| r.algo)
-            .collect();
-        if code == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED
-            || (code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && legal.is_empty())
-        {
-            return Err(DeviceError::internal(format!(
-                "cuBLASLt has no deterministic algorithm for {:?} at alignments {:?} bytes",
-                key.spec, key.alignment
-            )));
-        }
-        check("cublasLtMatmulAlgoGetHeuristic", code)?;
-        Ok(legal)
-    }
-
-    /// Whether a stored algorithm still runs this product.
-    fn accepts(&self, algo: &sys::cublasLtMatmulAlgo_t) -> bool {
-        let Ok(handle) = self.raw_handle() else { return false };
-        let mut result = blank_result();
-        let [la, lb, lc, ld] = self.layouts;
-        // SAFETY: all handles are valid; writes the result.
-        let code =
-            unsafe { sys::cublasLtMatmulAlgoCheck(handle, self.desc, la, lb, lc, ld, algo, &mut result) };
-        code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= Matmuls::WORKSPACE_BYTES
-    }
-
-    fn run(&self, call: &Operands, stream: cudarc::driver::sys::CUstream) -> Result<(), DeviceError> {
-        match &self.algo {
-            Some(algo) => self.run_with(algo, call, stream),
-            None => Err(DeviceError::internal("a matrix product without an algorithm was issued")),
-        }
-    }
-
-    /// Puts the product on a stream by a given algorithm.
-    pub(super) fn run_with(
-        &self,
-        algo: &sys::cublasLtMatmulAlgo_t,
-        call: &Operands,
-        stream: cudarc::driver::sys::CUstream,
-    ) -> Result<(), DeviceError> {
-        let handle = self.raw_handle()?;
-        let alpha = 1f32;
-        let pointer = |p: DevPtr| p.0 as *const c_void;
-        let [la, lb, lc, ld] = self.layouts;
-        // SAFETY: handles are valid; the operands have the shapes of the layouts (the op's arguments do); the
-        // workspace has WORKSPACE_BYTES; alpha and beta are read before the call returns (host pointer mode).
-        check("cublasLtMatmul", unsafe {
-            sys::cublasLtMatmul(
-                handle,
-                self.desc,
-                (&raw const alpha).cast(),
-                pointer(call.b),
-                la,
-                pointer(call.a),
-                lb,
-                (&raw const self.beta).cast(),
-                pointer(call.c),
-                lc,
-                call.d.0 as *mut c_void,
-                ld,
-                algo,
-                call.workspace.0 as *mut c_void,
-                Matmuls::WORKSPACE_BYTES,
-                stream.cast(),
-            )
-        })
-    }
-}
-
-impl Drop for Plan {
-    fn drop(&mut self) {
-        // SAFETY: each handle was created once (null: never) and is destroyed once.
-        unsafe {
-            for layout in self.layouts.into_iter().filter(|l| !l.is_null()) {
-                sys::cublasLtMatrixLayoutDestroy(layout);
-            }
-            if !self.desc.is_null() {
-                sys::cublasLtMatmulDescDestroy(self.desc);
-            }
-        }
-    }
-}
-
-fn blank_result() -> sys::cublasLtMatmulHeuristicResult_t {
-    sys::cublasLtMatmulHeuristicResult_t {
-        algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
-        workspaceSize: 0,
-        state: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
-        wavesCount: 0.0,
-        reserved: [0; 4],
-    }
-}
-
-struct PreferenceHandle(sys::cublasLtMatmulPreference_t);
-
-impl PreferenceHandle {
-    fn new() -> Result<Self, DeviceError> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: writes the handle.
-        check("cublasLtMatmulPreferenceCreate", unsafe { sys::cublasLtMatmulPreferenceCreate(&mut raw) })?;
-        Ok(Self(raw))
-    }
-    fn set_u32(
-        &self,
-        which: sys::cublasLtMatmulPreferenceAttributes_t,
-        value: u32,
-    ) -> Result<(), DeviceError> {
-        self.set(which, (&raw const value).cast(), 4)
-    }
-    fn set_u64(
-        &self,
-        which: sys::cublasLtMatmulPreferenceAttributes_t,
-        value: u64,
-    ) -> Result<(), DeviceError> {
-        self.set(which, (&raw const value).cast(), 8)
-    }
-    fn set(
-        &self,
-        which: sys::cublasLtMatmulPreferenceAttributes_t,
-        value: *const c_void,
-        size: usize,
-    ) -> Result<(), DeviceError> {
-        // SAFETY: the handle is valid; `value` points to `size` readable bytes, the attribute's size.
-        check("cublasLtMatmulPreferenceSetAttribute", unsafe {
-            sys::cublasLtMatmulPreferenceSetAttribute(self.0, which, value, size)
-        })
-    }
-}
-
-impl Drop for PreferenceHandle {
-    fn drop(&mut self) {
-        // SAFETY: created once, destroyed once.
-        unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
-    }
-}
-
 /// A product with its algorithm and addresses: one library call puts it on a stream.
 #[derive(Debug)]
 pub struct MatmulPlan {
@@ -521,36 +194,6 @@ impl MatmulPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The column-major product that the plan describes, by hand, against the row-major definition.
-    #[test]
-    fn views_describe_the_row_major_product() {
-        let (m, n, k) = (2, 3, 4);
-        let a: Vec<i64> = (0..(m * k) as i64).map(|i| i * 7 % 5 - 2).collect();
-        let b: Vec<i64> = (0..(k * n) as i64).map(|i| i * 3 % 7 - 3).collect();
-        for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
-            let spec = MatmulSpec { m, n, k, layout, batch: 1, out: DType::F32, accumulate: false };
-            let [(ta, ra, ca), (tb, rb, cb)] = column_major(&spec);
-            assert_eq!((ra * ca, rb * cb), (n * k, m * k));
-            // Element (i, j) of a column-major view, transposed or not.
-            let at = |x: &[i64], t: bool, rows: usize, i: usize, j: usize| {
-                if t { x[i * rows + j] } else { x[j * rows + i] }
-            };
-            for i in 0..m {
-                for j in 0..n {
-                    let row_major = |l: usize| {
-                        let left = if layout == Layout::Tn { a[l * m + i] } else { a[i * k + l] };
-                        let right = if layout == Layout::Nt { b[j * k + l] } else { b[l * n + j] };
-                        left * right
-                    };
-                    let expected: i64 = (0..k).map(row_major).sum();
-                    // D^T is n x m: element (j, i) = sum over l of opA(j, l) * opB(l, i).
-                    let got: i64 = (0..k).map(|l| at(&b, ta, ra, j, l) * at(&a, tb, rb, l, i)).sum();
-                    assert_eq!(got, expected, "{layout:?} at {i},{j}");
-                }
-            }
-        }
-    }
 
     #[test]
     fn alignments_are_powers_of_two_up_to_256() {

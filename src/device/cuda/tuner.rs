@@ -1,7 +1,8 @@
 //! Choosing among cuBLASLt's algorithms by time, once per product shape, on random data of the real size.
 
 use super::context::{Context, DeviceMemory, Event, Stream, copy_to_device};
-use super::matmul::{MatmulSpec, Matmuls, Operands, Plan};
+use super::matmul::{MatmulSpec, Matmuls};
+use super::plan::{Operands, Plan};
 use super::prep::DevPtr;
 use crate::device::DeviceError;
 use crate::ops::rng::{normal_of, philox};

@@ -206,7 +206,9 @@ mod tests {
         let fault: Fault = "steady:driver:3".parse().unwrap();
         assert_eq!(fault, Fault { phase: Phase::Steady, kind: FaultKind::Driver, nth: 3 });
         assert_eq!("capture:oom".parse::<Fault>().unwrap().nth, 0);
-        for bad in ["", "capture", "capture:", "capture:boom", "never:oom", "capture:oom:x", "capture:oom:1:2"] {
+        for bad in
+            ["", "capture", "capture:", "capture:boom", "never:oom", "capture:oom:x", "capture:oom:1:2"]
+        {
             assert!(bad.parse::<Fault>().unwrap_err().contains("first_replay"), "{bad}");
         }
     }

@@ -17,7 +17,10 @@ pub enum Call {
     Phase(Phase),
     Reset,
     /// `replay`: the graph arm after capture.
-    Submit { arm: Arm, replay: bool },
+    Submit {
+        arm: Arm,
+        replay: bool,
+    },
     Wait,
     Capture,
     Destroy,

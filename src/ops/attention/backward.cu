@@ -41,15 +41,11 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     u8* const kv_tiles = do_tile + DQ_ROWS * ROW_BYTES;                  // stage s: k at 2s, v at 2s + 1
 
     const Rows rows{start0, len0, start1};
-    const int head_of_all = blockIdx.x % (batch * q_heads), order = blockIdx.x / (batch * q_heads);
-    const int b = head_of_all / q_heads, h = head_of_all % q_heads, kv_head = h / (q_heads / kv_heads);
-    const int row0 = ((q_len + DQ_ROWS - 1) / DQ_ROWS - 1 - order) * DQ_ROWS;
-    const int last_row = min(row0 + DQ_ROWS, q_len) - 1;
-    const i64 q_stride = (i64)q_heads * HEAD_DIM, kv_stride = (i64)kv_heads * HEAD_DIM;
-    const i64 q_at = (i64)b * q_len * q_stride + h * HEAD_DIM;
-    const i64 kv_at = (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
-    k += kv_at;
-    v += kv_at;
+    const QueryBlock<DQ_ROWS> own(blockIdx.x, batch, q_len, kv_len, q_heads, kv_heads);
+    const int row0 = own.row0, last_row = min(row0 + DQ_ROWS, q_len) - 1;
+    const int q_stride = q_heads * HEAD_DIM, kv_stride = kv_heads * HEAD_DIM;
+    k += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
+    v += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);
     const int tiles = (seen + DQ_KV - 1) / DQ_KV;
@@ -58,19 +54,19 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int warp_row = warp * DQ_M * 16;
     const int my_row = row0 + warp_row + (lane >> 2);
+    const float scale_log2 = scale * LOG2E;
     const u32 q_addr = smem_addr(q_tile) + warp_row * ROW_BYTES + lane_rows(lane);
     const u32 do_addr = q_addr + DQ_ROWS * ROW_BYTES;
     const u32 kv_addr = smem_addr(kv_tiles);
-    const float scale_log2 = scale * LOG2E;
 #if DROPOUT
     const Keep keep(words, seed_offset, draw, threshold);
-    const u64 element0 = ((u64)head_of_all * q_len + my_row) * kv_len;
+    const u64 element0 = ((u64)own.head_of_all * q_len + my_row) * kv_len;
 #endif
 
-    load_rows<DQ_ROWS, DQ_THREADS>(q_tile, q + q_at, row0, q_len, q_stride);
-    load_rows<DQ_ROWS, DQ_THREADS>(do_tile, d_o + q_at, row0, q_len, q_stride);
-    load_rows<DQ_KV, DQ_THREADS>(kv_tiles, k, 0, kv_len, kv_stride);
-    load_rows<DQ_KV, DQ_THREADS>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
+    load_rows<DQ_ROWS, DQ_THREADS, false>(q_tile, q + own.at, row0, q_len, q_stride);
+    load_rows<DQ_ROWS, DQ_THREADS, false>(do_tile, d_o + own.at, row0, q_len, q_stride);
+    load_rows<DQ_KV, DQ_THREADS, false>(kv_tiles, k, 0, kv_len, kv_stride);
+    load_rows<DQ_KV, DQ_THREADS, false>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
     cp_async_commit();
 
     float acc[DQ_M][HEAD_DIM / 8][4];
@@ -85,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
         for (int half = 0; half < 2; ++half) {
             // Rows beyond q_len have q = do = 0: p = 1, dp = 0, ds = 0.
             const int i = my_row + m * 16 + half * 8;
-            const i64 at = (i64)head_of_all * q_len + i;
+            const i64 at = (i64)own.head_of_all * q_len + i;
             row_lse[m][half] = i < q_len ? lse[at] * LOG2E : 0.f;
             row_delta[m][half] = i < q_len ? delta[at] : 0.f;
         }
@@ -97,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
         __syncthreads();                          // tile t is there, and every warp has left tile t - 1
         if (t + 1 < tiles) {
             u8* next = kv_tiles + ((t + 1) & 1) * 2 * KV_BYTES;
-            load_rows<DQ_KV, DQ_THREADS>(next, k, (t + 1) * DQ_KV, kv_len, kv_stride);
-            load_rows<DQ_KV, DQ_THREADS>(next + KV_BYTES, v, (t + 1) * DQ_KV, kv_len, kv_stride);
+            load_rows<DQ_KV, DQ_THREADS, false>(next, k, (t + 1) * DQ_KV, kv_len, kv_stride);
+            load_rows<DQ_KV, DQ_THREADS, false>(next + KV_BYTES, v, (t + 1) * DQ_KV, kv_len, kv_stride);
             cp_async_commit();
         }
 
@@ -110,13 +106,13 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
         if ((t + 1) * DQ_KV > all_see) {
             #pragma unroll
             for (int m = 0; m < DQ_M; ++m) {
-                const int limit0 = min(rows.position(my_row + m * 16), kv_len - 1);
-                const int limit8 = min(rows.position(my_row + m * 16 + 8), kv_len - 1);
+                const int limit0 = min(rows.position(my_row + m * 16), kv_len - 1) - col0;
+                const int limit8 = min(rows.position(my_row + m * 16 + 8), kv_len - 1) - col0;
                 #pragma unroll
                 for (int n = 0; n < DQ_KV / 8; ++n)
                     #pragma unroll
                     for (int e = 0; e < 4; ++e)
-                        if (col0 + n * 8 + (e & 1) > (e < 2 ? limit0 : limit8)) p[m][n][e] = minus_infinity();
+                        if (n * 8 + (e & 1) > (e < 2 ? limit0 : limit8)) p[m][n][e] = minus_infinity();
             }
         }
         #pragma unroll
@@ -137,10 +133,23 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
                 }
         accumulate<DQ_M, DQ_KV>(acc, p, kv_addr + stage + lane_rows(lane));
     }
+    const QueryBlock<DQ_ROWS> mine(block_again(), batch, q_len, kv_len, q_heads, kv_heads);
     #pragma unroll
     for (int m = 0; m < DQ_M; ++m)
-        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], scale, scale, dq + q_at, row0 + warp_row + m * 16, q_len, q_stride);
+        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], scale, scale, dq + mine.at, mine.row0 + warp_row + m * 16, q_len, q_stride);
 }
+
+// Which keys of which kv head a block of the dk/dv kernel owns, and which part of the head's group it sums.
+struct KeyBlock {
+    int j0, part, b, kv_head;
+    __device__ __forceinline__ KeyBlock(int block, int batch, int kv_heads, int splits) {
+        const int per_tile = batch * kv_heads * splits, rest = block % per_tile;
+        j0 = block / per_tile * DKV_ROWS;
+        part = rest % splits;
+        b = rest / splits / kv_heads;
+        kv_head = rest / splits % kv_heads;
+    }
+};
 
 // dk and dv: a block owns DKV_ROWS keys of one kv head and walks, for `group` of its query heads in turn, the
 // query tiles upward. Each warp owns 16 keys and computes the transposed scores k q^T, so that probabilities
@@ -162,21 +171,17 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
 
     const Rows rows{start0, len0, start1};
     const int group = q_heads / kv_heads / splits;                       // query heads of this block
-    const int per_tile = batch * kv_heads * splits;
-    const int j0 = blockIdx.x / per_tile * DKV_ROWS;
-    const int part = blockIdx.x % per_tile % splits, kv_of_all = blockIdx.x % per_tile / splits;
-    const int b = kv_of_all / kv_heads, kv_head = kv_of_all % kv_heads;
-    const int first_head = (kv_head * splits + part) * group;
-    const i64 q_stride = (i64)q_heads * HEAD_DIM, kv_stride = (i64)kv_heads * HEAD_DIM;
-    const i64 kv_at = (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
+    const KeyBlock own(blockIdx.x, batch, kv_heads, splits);
+    const int j0 = own.j0, b = own.b, first_head = (own.kv_head * splits + own.part) * group;
+    const int q_stride = q_heads * HEAD_DIM, kv_stride = kv_heads * HEAD_DIM;
     const int q_tiles_of_head = (q_len + DKV_Q - 1) / DKV_Q;
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int my_key = j0 + warp * 16 + (lane >> 2);                     // + 8
+    const float scale_log2 = scale * LOG2E;
     const u32 k_addr = smem_addr(k_tile) + warp * 16 * ROW_BYTES + lane_rows(lane);
     const u32 v_addr = k_addr + DKV_ROWS * ROW_BYTES;
     const u32 q_addr = smem_addr(q_tiles);
-    const float scale_log2 = scale * LOG2E;
 #if DROPOUT
     const Keep keep(words, seed_offset, draw, threshold);
 #endif
@@ -189,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     const auto load_stage = [&](int stage, int head, int t) {
         u8* tile = q_tiles + stage * 2 * Q_BYTES;
         const i64 at = (i64)b * q_len * q_stride + (i64)head * HEAD_DIM;
-        load_rows<DKV_Q, DKV_THREADS>(tile, q + at, t * DKV_Q, q_len, q_stride);
-        load_rows<DKV_Q, DKV_THREADS>(tile + Q_BYTES, d_o + at, t * DKV_Q, q_len, q_stride);
+        load_rows<DKV_Q, DKV_THREADS, true>(tile, q + at, t * DKV_Q, q_len, q_stride);
+        load_rows<DKV_Q, DKV_THREADS, true>(tile + Q_BYTES, d_o + at, t * DKV_Q, q_len, q_stride);
         if (threadIdx.x < 2 * DKV_Q) {
             const int which = threadIdx.x / DKV_Q, r = threadIdx.x % DKV_Q, i = t * DKV_Q + r;
             const float* source = which ? delta : lse;
@@ -209,8 +214,9 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
 
     const int first_tile = seeing(0);
     int g = first_tile < q_tiles_of_head ? 0 : group, t = first_tile, stage = 0;
-    load_rows<DKV_ROWS, DKV_THREADS>(k_tile, k + kv_at, j0, kv_len, kv_stride);
-    load_rows<DKV_ROWS, DKV_THREADS>(v_tile, v + kv_at, j0, kv_len, kv_stride);
+    const i64 kv_at = (i64)b * kv_len * kv_stride + own.kv_head * HEAD_DIM;
+    load_rows<DKV_ROWS, DKV_THREADS, false>(k_tile, k + kv_at, j0, kv_len, kv_stride);
+    load_rows<DKV_ROWS, DKV_THREADS, false>(v_tile, v + kv_at, j0, kv_len, kv_stride);
     if (g < group) load_stage(0, first_head, t);
     cp_async_commit();
 
@@ -274,18 +280,20 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     cp_async_wait<0>();
     __syncthreads();                              // also when no query sees these keys: k and v have landed
 
-    const int warp_key = j0 + warp * 16;
+    const KeyBlock mine(block_again(), batch, kv_heads, splits);
+    const int warp_key = mine.j0 + warp * 16;
+    const i64 out = (i64)mine.b * kv_len * kv_stride + mine.kv_head * HEAD_DIM;
     if (splits == 1) {
-        store_rows(k_tile + warp * 16 * ROW_BYTES, dk_acc[0], scale, scale, dk + kv_at, warp_key, kv_len, kv_stride);
-        store_rows(v_tile + warp * 16 * ROW_BYTES, dv_acc[0], keep_scale, keep_scale, dv + kv_at, warp_key, kv_len, kv_stride);
+        store_rows(k_tile + warp * 16 * ROW_BYTES, dk_acc[0], scale, scale, dk + out, warp_key, kv_len, kv_stride);
+        store_rows(v_tile + warp * 16 * ROW_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out, warp_key, kv_len, kv_stride);
         return;
     }
     const i64 matrix = (i64)batch * kv_len * kv_stride;
-    float* const dk_part = partial + part * matrix + kv_at;
-    float* const dv_part = partial + (splits + part) * matrix + kv_at;
+    float* const dk_part = partial + mine.part * matrix + out;
+    float* const dv_part = partial + (splits + mine.part) * matrix + out;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int j = my_key + half * 8;
+        const int j = warp_key + (lane >> 2) + half * 8;
         if (j >= kv_len) continue;
         const i64 at = (i64)j * kv_stride + (lane & 3) * 2;
         #pragma unroll

@@ -16,15 +16,11 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     u8* const kv_tiles = shared + FWD_ROWS * ROW_BYTES;   // stage s: k at 2s, v at 2s + 1
 
     const Rows rows{start0, len0, start1};
-    const int head_of_all = blockIdx.x % (batch * q_heads), order = blockIdx.x / (batch * q_heads);
-    const int b = head_of_all / q_heads, h = head_of_all % q_heads, kv_head = h / (q_heads / kv_heads);
-    const int row0 = ((q_len + FWD_ROWS - 1) / FWD_ROWS - 1 - order) * FWD_ROWS;
-    const int last_row = min(row0 + FWD_ROWS, q_len) - 1;
-    const i64 q_stride = (i64)q_heads * HEAD_DIM, kv_stride = (i64)kv_heads * HEAD_DIM;
-    q += (i64)b * q_len * q_stride + h * HEAD_DIM;
-    o += (i64)b * q_len * q_stride + h * HEAD_DIM;
-    k += (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
-    v += (i64)b * kv_len * kv_stride + kv_head * HEAD_DIM;
+    const QueryBlock<FWD_ROWS> own(blockIdx.x, batch, q_len, kv_len, q_heads, kv_heads);
+    const int row0 = own.row0, last_row = min(row0 + FWD_ROWS, q_len) - 1;
+    const int kv_stride = kv_heads * HEAD_DIM;
+    k += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
+    v += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);      // keys that some row sees
     const int tiles = (seen + FWD_KV - 1) / FWD_KV;
@@ -38,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     const float scale_log2 = scale * LOG2E;
 #if DROPOUT
     const Keep keep(words, seed_offset, draw, threshold);
-    const u64 element0 = ((u64)head_of_all * q_len + my_row) * kv_len;
+    const u64 element0 = ((u64)own.head_of_all * q_len + my_row) * kv_len;
 #endif
 
-    load_rows<FWD_ROWS, FWD_THREADS>(q_tile, q, row0, q_len, q_stride);
-    load_rows<FWD_KV, FWD_THREADS>(kv_tiles, k, 0, kv_len, kv_stride);
-    load_rows<FWD_KV, FWD_THREADS>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
+    load_rows<FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.at, row0, q_len, q_heads * HEAD_DIM);
+    load_rows<FWD_KV, FWD_THREADS, false>(kv_tiles, k, 0, kv_len, kv_stride);
+    load_rows<FWD_KV, FWD_THREADS, false>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
     cp_async_commit();
 
     float acc[FWD_M][HEAD_DIM / 8][4];
@@ -64,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
         __syncthreads();                          // tile t is there, and every warp has left tile t - 1
         if (t + 1 < tiles) {
             u8* next = kv_tiles + ((t + 1) & 1) * 2 * KV_BYTES;
-            load_rows<FWD_KV, FWD_THREADS>(next, k, (t + 1) * FWD_KV, kv_len, kv_stride);
-            load_rows<FWD_KV, FWD_THREADS>(next + KV_BYTES, v, (t + 1) * FWD_KV, kv_len, kv_stride);
+            load_rows<FWD_KV, FWD_THREADS, false>(next, k, (t + 1) * FWD_KV, kv_len, kv_stride);
+            load_rows<FWD_KV, FWD_THREADS, false>(next + KV_BYTES, v, (t + 1) * FWD_KV, kv_len, kv_stride);
             cp_async_commit();
         }
 
@@ -126,6 +122,8 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
         accumulate<FWD_M, FWD_KV>(acc, s, kv_addr + stage + KV_BYTES + lane_rows(lane));
     }
 
+    const QueryBlock<FWD_ROWS> mine(block_again(), batch, q_len, kv_len, q_heads, kv_heads);
+    const int warp_row0 = mine.row0 + warp_row;
     #pragma unroll
     for (int m = 0; m < FWD_M; ++m) {
         float inverse[2];
@@ -135,10 +133,11 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
             inverse[half] = keep_scale / sum;
-            const int i = my_row + m * 16 + half * 8;
+            const int i = warp_row0 + (lane >> 2) + m * 16 + half * 8;
             if ((lane & 3) == 0 && i < q_len)
-                lse[(i64)head_of_all * q_len + i] = row_max[m][half] * scale + logf(sum);
+                lse[(i64)mine.head_of_all * q_len + i] = row_max[m][half] * scale + logf(sum);
         }
-        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], inverse[0], inverse[1], o, row0 + warp_row + m * 16, q_len, q_stride);
+        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], inverse[0], inverse[1], o + mine.at, warp_row0 + m * 16,
+                   q_len, q_heads * HEAD_DIM);
     }
 }

@@ -22,10 +22,12 @@ const MAX_GRID: usize = i32::MAX as usize;
 /// The dk/dv kernel splits the query heads of a group over blocks until it has this many: about four rounds
 /// over the 132 multiprocessors of an H200, so that the causal imbalance of key tiles evens out.
 const DKV_BLOCKS_WANTED: usize = 512;
+/// Keys a block in that count: 8 warps of 16 (the workspace must not depend on the device).
+const DKV_SPLIT_ROWS: usize = 128;
 /// Alignment of the pieces of the workspace.
 const PIECE_BYTES: usize = 256;
 
-/// Tile sizes, chosen so that no kernel spills and shared memory stays under 163 KiB (A100).
+/// Tile sizes, chosen so that registers suffice and a multiprocessor's shared memory holds the resident blocks.
 struct Tiles {
     /// Warps, 16-row fragments a warp, keys a tile, resident blocks a multiprocessor.
     fwd: (usize, usize, usize, usize),
@@ -35,13 +37,22 @@ struct Tiles {
 }
 
 impl Tiles {
-    fn of(s: &AttnShape) -> Self {
-        // Redrawing the mask takes registers: narrower tiles then.
+    fn of(s: &AttnShape, cc: u32) -> Self {
+        // Shared memory a multiprocessor (CUDA C++ Programming Guide, table of compute capabilities): 228 KiB
+        // on 9.0 and 10.x, 164 on 8.0 and 8.7, 100 on 8.6, 8.9 and 12.x. At head width 128 the tiles below
+        // take 102, 102 and 137 KiB a block, 68, 68 and 137, and 68 each.
+        let mut tiles = match cc {
+            90..=119 => Self { fwd: (4, 2, 64, 2), dq: (4, 2, 32, 2), dkv: (8, 64, 1) },
+            80 | 87 => Self { fwd: (4, 2, 32, 2), dq: (4, 1, 32, 2), dkv: (8, 64, 1) },
+            _ => Self { fwd: (4, 2, 32, 1), dq: (4, 1, 32, 1), dkv: (4, 32, 1) },
+        };
         if s.dropout.is_some() {
-            Self { fwd: (4, 1, 64, 2), dq: (4, 1, 32, 2), dkv: (8, 32, 1) }
-        } else {
-            Self { fwd: (4, 2, 64, 2), dq: (4, 2, 32, 2), dkv: (8, 64, 1) }
+            // Redrawing the mask takes registers: fewer rows then.
+            tiles.fwd.1 = 1;
+            tiles.dq.1 = 1;
+            tiles.dkv.1 = 32;
         }
+        tiles
     }
     fn defines(&self, s: &AttnShape) -> Vec<(&'static str, String)> {
         let all = [
@@ -75,7 +86,7 @@ pub(super) fn check(s: &AttnShape) -> Result<(), DeviceError> {
     if s.batch() == 0 || s.q_len() == 0 || s.kv_len == 0 || s.head_dim == 0 || s.kv_heads == 0 {
         return wrong(format!("an extent is 0 in {s:?}; every one must be at least 1"));
     }
-    if s.q_heads == 0 || s.q_heads % s.kv_heads != 0 {
+    if s.q_heads == 0 || !s.q_heads.is_multiple_of(s.kv_heads) {
         return wrong(format!(
             "{} query heads cannot share {} key heads; the first must be a multiple of the second",
             s.q_heads, s.kv_heads
@@ -97,7 +108,7 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
             cuda.cc % 10
         )));
     }
-    if s.head_dim % FRAGMENT_ROWS != 0 || s.head_dim > MAX_HEAD_DIM {
+    if !s.head_dim.is_multiple_of(FRAGMENT_ROWS) || s.head_dim > MAX_HEAD_DIM {
         return Err(DeviceError::Invalid(format!(
             "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM}; \
              this model has {}; use --device cpu",
@@ -154,7 +165,7 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
         (&[q, k, v, words, o, lse], true) => (q, k, v, words, o, lse),
         _ => return Err(DeviceError::internal("attention_fwd: wrong number of arguments")),
     };
-    let tiles = Tiles::of(s);
+    let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
     let shared = tile_bytes(s, rows + 4 * keys);
@@ -166,11 +177,10 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
 }
 
 /// Parts that the query heads of a group are split into for dk and dv: a divisor of the group.
-fn dkv_splits(s: &AttnShape) -> usize {
+pub(super) fn dkv_splits(s: &AttnShape) -> usize {
     let group = s.q_heads / s.kv_heads.max(1);
-    let rows = Tiles::of(s).dkv.0 * FRAGMENT_ROWS;
-    let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads;
-    let enough = |n: &usize| group % n == 0 && blocks * n >= DKV_BLOCKS_WANTED;
+    let blocks = s.kv_len.div_ceil(DKV_SPLIT_ROWS) * s.batch() * s.kv_heads;
+    let enough = |n: &usize| group.is_multiple_of(*n) && blocks * n >= DKV_BLOCKS_WANTED;
     (1..=group).find(enough).unwrap_or(group.max(1))
 }
 
@@ -202,7 +212,7 @@ pub(super) fn backward(
     };
     let [q, k, v, o, lse, d_o] = inputs;
     let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
-    let tiles = Tiles::of(s);
+    let tiles = Tiles::of(s, cuda.cc);
     let defines = tiles.defines(s);
     let pointers = |list: &[DevPtr]| -> Vec<Param> { list.iter().copied().map(Param::Ptr).collect() };
 

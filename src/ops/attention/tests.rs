@@ -134,3 +134,17 @@ fn causal_work_is_counted_once() {
     assert_eq!(AttnFwd { shape: s.clone() }.flops(), 60.0 * 8.0 * 4.0);
     assert_eq!(AttnBwd { shape: s }.flops(), 60.0 * 8.0 * 10.0);
 }
+
+/// Enough dk/dv blocks for an H200 even with few kv heads, and a workspace for the parts.
+#[test]
+fn groups_are_split_where_kv_heads_are_few() {
+    let qwen3_30b = shape(Positions::whole(1, 4096), 4096, 32, 4, 128);
+    assert_eq!(launch::dkv_splits(&qwen3_30b), 4);
+    let (delta, part) = (32 * 4096 * 4, 4096 * 4 * 128 * 4);
+    assert_eq!(AttnBwd { shape: qwen3_30b }.workspace(), delta + 2 * 4 * part);
+    let llama3_8b = shape(Positions::whole(1, 8192), 8192, 32, 8, 128);
+    assert_eq!(launch::dkv_splits(&llama3_8b), 1);
+    assert_eq!(AttnBwd { shape: llama3_8b }.workspace(), 32 * 8192 * 4);
+    // Never more parts than the group has heads.
+    assert_eq!(launch::dkv_splits(&shape(Positions::whole(1, 16), 16, 6, 2, 64)), 3);
+}

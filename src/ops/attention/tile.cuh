@@ -6,7 +6,6 @@ constexpr int PIECES = HEAD_DIM / 8;             // 16-byte pieces of a row
 constexpr int ROW_BYTES = (PIECES + 1) * 16;
 constexpr int K_STEPS = HEAD_DIM / 16;           // mma steps along a row
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 
 // 2^x in one instruction (relative error about 2^-22); exp2_fast(-inf) = 0.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -19,6 +18,14 @@ __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff8
 __device__ __forceinline__ void cp_async4_zfill(void* dst, const void* src, bool valid) {
     const int n = valid ? 4 : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(smem_addr(dst)), "l"(src), "r"(n) : "memory");
+}
+
+// The block's index, read anew: what is computed from it after the main loop takes no registers during it (the
+// kernels use all 255).
+__device__ __forceinline__ int block_again() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
 }
 
 // Global positions of the query rows: two chunks of the sequence.
@@ -36,19 +43,43 @@ struct Rows {
     }
 };
 
-// Starts the copy of rows row0 .. row0+ROWS of a matrix with `rows` rows; rows beyond it become zeros.
-template <int ROWS, int THREADS>
-__device__ __forceinline__ void load_rows(u8* tile, const bf16* matrix, int row0, int rows, i64 stride) {
+// Which query rows of which head a block of the forward and dq kernels owns: heads first, late rows (the
+// heaviest) before early ones.
+template <int ROWS>
+struct QueryBlock {
+    int head_of_all, row0;                       // b * q_heads + h
+    i64 at;                                      // element of q where this sequence's head begins
+    int kv_row, kv_head;                         // first row of k in this sequence
+    __device__ __forceinline__ QueryBlock(int block, int batch, int q_len, int kv_len, int q_heads, int kv_heads) {
+        const int heads = batch * q_heads;
+        head_of_all = block % heads;
+        row0 = ((q_len + ROWS - 1) / ROWS - 1 - block / heads) * ROWS;
+        const int b = head_of_all / q_heads, h = head_of_all % q_heads;
+        at = ((i64)b * q_len * q_heads + h) * HEAD_DIM;
+        kv_row = b * kv_len;
+        kv_head = h / (q_heads / kv_heads);
+    }
+};
+
+// Starts the copy of rows row0 .. row0+ROWS of a matrix with `rows` rows, `stride` elements apart. In place of
+// rows beyond the end come zeros (ZERO), or copies of the last row, which are cheaper and do where those rows
+// are masked or not stored.
+template <int ROWS, int THREADS, bool ZERO>
+__device__ __forceinline__ void load_rows(u8* tile, const bf16* matrix, int row0, int rows, int stride) {
     constexpr int STEP = THREADS / PIECES;       // rows a pass
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES;
     if (THREADS % PIECES != 0 && r >= STEP) return;
-    const bf16* src = matrix + (i64)(row0 + r) * stride + c * 8;
+    const u8* src = reinterpret_cast<const u8*>(matrix + c * 8);
     u8* dst = tile + r * ROW_BYTES + c * 16;
     #pragma unroll
     for (int i = 0; i < ROWS; i += STEP) {
         if (ROWS % STEP != 0 && r + i >= ROWS) break;
-        const bool valid = row0 + r + i < rows;
-        cp_async16_zfill(dst + i * ROW_BYTES, valid ? src + i * stride : matrix, valid);
+        const int row = row0 + r + i;
+        const u8* from = src + (i64)min(row, rows - 1) * (stride * 2);
+        if (ZERO)
+            cp_async16_zfill(dst + i * ROW_BYTES, from, row < rows);
+        else
+            cp_async16(dst + i * ROW_BYTES, from);
     }
 }
 
@@ -115,7 +146,7 @@ __device__ __forceinline__ void accumulate(float (&acc)[M][HEAD_DIM / 8][4], con
 // Rounds a warp's 16 rows to bf16 and writes those below `rows` (row0: the first one's index), by way of
 // the warp's own 16 tile rows at `tile`, so that stores are 16 bytes and contiguous.
 __device__ __forceinline__ void store_rows(
-    u8* tile, const float (&acc)[HEAD_DIM / 8][4], float factor0, float factor8, bf16* matrix, int row0, int rows, i64 stride) {
+    u8* tile, const float (&acc)[HEAD_DIM / 8][4], float factor0, float factor8, bf16* matrix, int row0, int rows, int stride) {
     const int lane = threadIdx.x & 31;
     __syncwarp();                                // the warp's other lanes may still read these rows
     u8* at = tile + (lane >> 2) * ROW_BYTES + (lane & 3) * 4;

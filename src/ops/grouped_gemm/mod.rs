@@ -66,7 +66,7 @@ fn shared_limit(cc: u32) -> usize {
 
 impl GroupedGemm {
     fn check(&self) -> Result<(), DeviceError> {
-        if self.n == 0 || self.k == 0 || self.n % ALIGN != 0 || self.k % ALIGN != 0 {
+        if self.n == 0 || self.k == 0 || !self.n.is_multiple_of(ALIGN) || !self.k.is_multiple_of(ALIGN) {
             return Err(DeviceError::Invalid(format!(
                 "grouped_gemm: n = {} and k = {} must be multiples of {ALIGN}; choose hidden and expert widths that are",
                 self.n, self.k
@@ -199,7 +199,7 @@ impl Op for GroupedGemm {
     ) -> Result<Issue, DeviceError> {
         self.check()?;
         for (spec, p) in self.args().iter().zip(args).skip(1) {
-            if p.0 % 16 != 0 {
+            if !p.0.is_multiple_of(16) {
                 return Err(DeviceError::internal(format!(
                     "grouped_gemm: `{}` lies at {:#x}, not on a 16-byte boundary",
                     spec.name, p.0

@@ -30,7 +30,11 @@ pub struct ChunkMap {
 
 impl ChunkMap {
     fn check(&self) -> Result<(), DeviceError> {
-        if self.experts == 0 || self.experts > MAX_BINS || self.local == 0 || self.experts % self.local != 0 {
+        if self.experts == 0
+            || self.experts > MAX_BINS
+            || self.local == 0
+            || !self.experts.is_multiple_of(self.local)
+        {
             return Err(DeviceError::Invalid(format!(
                 "chunk_map: {} experts, {} of them local: the kernel takes 1 to {MAX_BINS}, a multiple of the local ones",
                 self.experts, self.local
@@ -52,12 +56,13 @@ impl ChunkMap {
         dest.fill(-1);
         let row = |e: usize| (offsets[e].max(0) as usize).min(self.rows);
         let mut sorted = 0;
-        for l in 0..self.local {
-            local_offsets[l] = sorted as i32;
+        for (l, start) in local_offsets.iter_mut().take(self.local).enumerate() {
+            *start = sorted as i32;
             for e in (l..self.experts).step_by(self.local) {
-                for received in row(e)..row(e + 1) {
-                    src[sorted] = received as i32;
-                    dest[received] = sorted as i32;
+                let first = row(e);
+                for (i, dest) in dest[first..row(e + 1).max(first)].iter_mut().enumerate() {
+                    src[sorted] = (first + i) as i32;
+                    *dest = sorted as i32;
                     sorted += 1;
                 }
             }
@@ -88,7 +93,7 @@ impl Op for ChunkMap {
         let mut offsets = vec![0.0];
         for e in 0..self.experts {
             let w = philox([e as u32, 9, 0, 0], [seed as u32, (seed >> 32) as u32]);
-            let len = if w[0] % 4 == 0 { 0 } else { w[1] as usize % (most + 1) };
+            let len = if w[0].is_multiple_of(4) { 0 } else { w[1] as usize % (most + 1) };
             offsets.push(offsets[e] + len as f64);
         }
         Some(vec![offsets, vec![], vec![], vec![]])

@@ -19,7 +19,7 @@ const THREADS: u32 = 256;
 const SEGMENT: usize = 512;
 
 fn check(op: &str, rows: usize, hidden: usize) -> Result<(), DeviceError> {
-    if hidden == 0 || hidden % VECTOR != 0 {
+    if hidden == 0 || !hidden.is_multiple_of(VECTOR) {
         return Err(DeviceError::Invalid(format!(
             "{op}: hidden size {hidden} is no multiple of {VECTOR}; choose one that is"
         )));
@@ -299,7 +299,9 @@ impl Op for CombineRows {
 /// `len` indices below `below`, one in five -1.
 fn indices(len: usize, below: usize, seed: u64) -> Vec<f64> {
     let draw = |i: usize| philox([i as u32, 7, 0, 0], [seed as u32, (seed >> 32) as u32]);
-    let index = |w: [u32; 4]| if w[0] % 5 == 0 || below == 0 { -1.0 } else { (w[1] as usize % below) as f64 };
+    let index = |w: [u32; 4]| {
+        if w[0].is_multiple_of(5) || below == 0 { -1.0 } else { (w[1] as usize % below) as f64 }
+    };
     (0..len).map(|i| index(draw(i))).collect()
 }
 

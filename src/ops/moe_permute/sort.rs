@@ -89,7 +89,7 @@ impl MoeSort {
         offsets[0] = 0;
         let mut end = 0;
         for (b, pairs) in bins.iter_mut().enumerate() {
-            let mut row = end;
+            let first = end;
             match self.capacity {
                 Some(capacity) => {
                     // Stable: the lower pair stays first among equal probabilities.
@@ -100,12 +100,10 @@ impl MoeSort {
                 }
                 None => end += pairs.len(),
             }
-            for &pair in pairs.iter() {
-                if row < self.rows {
-                    dest[pair] = row as i32;
-                    src[row] = pair as i32;
-                }
-                row += 1;
+            // Rows beyond R are dropped.
+            for (row, &pair) in (first..self.rows).zip(pairs.iter()) {
+                dest[pair] = row as i32;
+                src[row] = pair as i32;
             }
             offsets[b + 1] = end.min(self.rows) as i32;
         }
@@ -149,7 +147,7 @@ impl Op for MoeSort {
                 let draw =
                     |at: usize| philox([t as u32, at as u32, 0, 0], [seed as u32, (seed >> 32) as u32]);
                 let token = draw(0);
-                let first = if token[0] % 3 == 0 { 0 } else { token[1] as usize % experts };
+                let first = if token[0].is_multiple_of(3) { 0 } else { token[1] as usize % experts };
                 index.push(((first + k) % experts) as f64);
                 probs.push((draw(1 + k)[0] % 64) as f64 / 64.0);
             }

@@ -84,7 +84,7 @@ impl RouterFwd {
                 let sum = probs.iter().copied().sum::<T>() + T::of(SUM_EPS);
                 probs.iter_mut().for_each(|p| *p = *p / sum);
             }
-            probs.iter_mut().for_each(|p| *p = *p * scaling);
+            probs.iter_mut().for_each(|p| *p *= scaling);
         });
         counts.fill(0);
         index.iter().for_each(|&e| counts[e as usize] += 1);

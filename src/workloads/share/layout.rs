@@ -52,6 +52,9 @@ fn layer_counts(input: &ShareInput) -> Result<Vec<usize>, ShareError> {
     let uneven = |reason: String| ShareError::Split { layers, reason };
     let (first, last) = (input.first_stage_layers, input.last_stage_layers);
     let extra = usize::from(input.account_for_embedding) + usize::from(input.account_for_loss);
+    if pp > layers + extra {
+        return Err(uneven(format!("pp {pp} is more than there are layers; change -pp")));
+    }
     // Layers of each pipeline rank.
     let mut ranks = vec![0; pp];
     if (first.is_some() || last.is_some()) && pp > 1 {
@@ -79,7 +82,7 @@ fn layer_counts(input: &ShareInput) -> Result<Vec<usize>, ShareError> {
         }
     } else {
         let total = layers + extra;
-        if total % pp != 0 {
+        if !total.is_multiple_of(pp) {
             let counted = if extra > 0 {
                 format!("{layers} layers + {extra} for embedding and loss")
             } else {
