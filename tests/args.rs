@@ -1,4 +1,5 @@
 //! The command line: every option of the harness is known, spellings, help, and what is refused.
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! The table of command lines (`tests/data/cli_cases.tsv`): what must be accepted with which effective values, and
 //! what must be refused, judged in process.
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;
 
@@ -118,4 +119,36 @@ fn every_recipe_resolves_or_is_known_to_be_odd() {
     }
     assert!(wrong.is_empty(), "{} recipes:\n{}", wrong.len(), wrong.join("\n"));
     assert_eq!((odd, unsplit), (18, 11));
+}
+
+/// The same through the binary: one object on standard output, or exit code 2 and nothing there.
+#[test]
+fn the_binary_answers_alike() {
+    let run = |line: &str| {
+        let words = shell_words(&format!("{line} --dryrun --format json"));
+        let output = assert_cmd::Command::cargo_bin("mbperf")
+            .unwrap()
+            .args(words)
+            .env_remove("PYTORCH_CUDA_ALLOC_CONF")
+            .env_remove("NCCL_GRAPH_REGISTER")
+            .output()
+            .unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let rows = rows();
+    for id in ["C01", "C05", "C15", "C19", "C24", "C72"] {
+        let row = rows.iter().find(|r| r["id"] == id).unwrap();
+        let (code, out, err) = run(row["args"]);
+        if row["expect"] == "ok" {
+            assert_eq!(code, Some(0), "{id}: {err}");
+            let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+            assert_eq!(json["cuda_graph_impl"], row["impl"], "{id}");
+        } else {
+            assert_eq!((code, out.as_str()), (Some(2), ""), "{id}: {err}");
+            // Once, not once for each layer of the error.
+            let first = err.lines().next().unwrap_or_default();
+            assert_eq!(err.matches(first).count(), 1, "{id}: {err}");
+        }
+    }
 }

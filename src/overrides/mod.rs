@@ -33,14 +33,14 @@ impl Notice {
 /// Why a command line gives no configuration: exit code 2.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
-    #[error("{0}")]
+    #[error(transparent)]
     Recipe(#[from] RecipeError),
-    #[error("{0}")]
+    #[error(transparent)]
     Key(#[from] KeyError),
-    #[error("{0}")]
+    #[error(transparent)]
     Rule(#[from] Violation),
     /// The job does not split over its ranks.
-    #[error("{0}")]
+    #[error(transparent)]
     Share(#[from] ShareError),
     /// The configuration is legal, but there is no code for it: a dry run passes, a run does not.
     #[error("{recipe} cannot be run yet:\n  {}", reasons.join("\n  "))]

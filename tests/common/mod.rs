@@ -1,5 +1,5 @@
 //! Helpers of the command-line tests.
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used)]
 
 use mbperf::args::{self, Command};
 use mbperf::overrides::{Resolved, resolve};
