@@ -38,7 +38,10 @@ pub fn exit_code(failure: &anyhow::Error) -> u8 {
     if let Some(e) = failure.downcast_ref::<OutputError>() {
         return e.exit_code();
     }
-    let usage = failure.is::<UsageError>() || failure.is::<RecipeError>() || failure.is::<Usage>() || failure.is::<ShareError>();
+    let usage = failure.is::<UsageError>()
+        || failure.is::<RecipeError>()
+        || failure.is::<Usage>()
+        || failure.is::<ShareError>();
     let unbuilt = matches!(failure.downcast_ref::<WorkloadError>(), Some(WorkloadError::Unsupported(_)));
     let no_scope = matches!(failure.downcast_ref::<CaptureError>(), Some(CaptureError::Nothing { .. }));
     if usage || unbuilt || no_scope { 2 } else { 1 }
@@ -66,7 +69,12 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
     };
     match printed {
         // `mbperf rules | head` is no failure.
-        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => Ok(0),
+        Err(e)
+            if e.downcast_ref::<std::io::Error>()
+                .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) =>
+        {
+            Ok(0)
+        }
         other => other.map(|()| 0),
     }
 }
@@ -76,9 +84,16 @@ fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
         set_path(path);
     }
     if let Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) = probe() {
-        return Err(DeviceError::Unavailable(format!("selftest needs a GPU: {why}; `cargo test` checks what needs none")).into());
+        return Err(DeviceError::Unavailable(format!(
+            "selftest needs a GPU: {why}; `cargo test` checks what needs none"
+        ))
+        .into());
     }
-    let options = CudaOptions { cache_dir: args.kernel_cache.clone(), cuda_path: args.cuda_path.clone(), ..Default::default() };
+    let options = CudaOptions {
+        cache_dir: args.kernel_cache.clone(),
+        cuda_path: args.cuda_path.clone(),
+        ..Default::default()
+    };
     Ok(if selftest::run(args, &options, out) { 0 } else { 1 })
 }
 

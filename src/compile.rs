@@ -30,7 +30,10 @@ pub fn run(archs: &[String], cuda_path: Option<&Path>, out: &mut dyn Write) -> a
     for arch in archs {
         let mut offline = OfflinePrep::new(arch)?;
         if !offline.compiles() {
-            return Err(DeviceError::Unavailable("NVRTC was not found: no kernel was compiled; give its folder by --cuda_path".into()).into());
+            return Err(DeviceError::Unavailable(
+                "NVRTC was not found: no kernel was compiled; give its folder by --cuda_path".into(),
+            )
+            .into());
         }
         for op in cases::odd() {
             if let Err(e) = offline.prepare(&*op) {

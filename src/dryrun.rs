@@ -10,8 +10,13 @@ use std::fmt::Write;
 
 /// Dense bf16 rate (TFLOP/s) and memory bandwidth (GB/s) by `-g` name, from the vendor's datasheets of the SXM
 /// or superchip part, without sparsity. Ceilings for the floor alone; runs are judged by what is measured.
-const CEILINGS: [(&str, f64, f64); 5] =
-    [("h100", 989.0, 3350.0), ("b200", 2250.0, 8000.0), ("b300", 2250.0, 8000.0), ("gb200", 2500.0, 8000.0), ("gb300", 2500.0, 8000.0)];
+const CEILINGS: [(&str, f64, f64); 5] = [
+    ("h100", 989.0, 3350.0),
+    ("b200", 2250.0, 8000.0),
+    ("b300", 2250.0, 8000.0),
+    ("gb200", 2500.0, 8000.0),
+    ("gb300", 2500.0, 8000.0),
+];
 
 /// Sums over the launches of one part and pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -28,7 +33,9 @@ pub fn costs(program: &Program, gpu: &str) -> BTreeMap<(Part, Pass), PartCost> {
     let ceiling = CEILINGS.iter().find(|c| c.0 == gpu);
     let mut out: BTreeMap<(Part, Pass), PartCost> = BTreeMap::new();
     for l in &program.launches {
-        let c = out.entry((l.part, l.pass)).or_insert(PartCost { floor_ms: ceiling.map(|_| 0.0), ..Default::default() });
+        let c = out
+            .entry((l.part, l.pass))
+            .or_insert(PartCost { floor_ms: ceiling.map(|_| 0.0), ..Default::default() });
         let (flops, bytes) = (l.op.flops(), l.op.bytes());
         c.launches += 1;
         c.flops += flops;
@@ -105,9 +112,20 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
          micro-batch {}, sequence {}, micro-batches {} of {}\n\
          graphs: {} scope {scope}, warm-up {}, RNG tracker {}\n\
          approximations: {}\n",
-        cfg.identity.num_gpus, p.tp, p.pp, p.cp, p.ep, p.dp, p.pp_rank,
-        b.micro_batch_size, b.seq_length, b.num_microbatches, b.num_microbatches_recipe,
-        name(g.implementation), g.warmup_steps, if g.te_rng_tracker { "on" } else { "off" },
+        cfg.identity.num_gpus,
+        p.tp,
+        p.pp,
+        p.cp,
+        p.ep,
+        p.dp,
+        p.pp_rank,
+        b.micro_batch_size,
+        b.seq_length,
+        b.num_microbatches,
+        b.num_microbatches_recipe,
+        name(g.implementation),
+        g.warmup_steps,
+        if g.te_rng_tracker { "on" } else { "off" },
         if cfg.approximations.is_empty() { "none".into() } else { cfg.approximations.join(", ") }
     )
 }
@@ -117,20 +135,42 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
     let mut out = String::new();
     let program = &plan.eager.program;
     let _ = writeln!(out, "A step, one rank: {} launches\n", program.launches.len());
-    let _ = writeln!(out, "{:<16}{:<10}{:>9}{:>13}{:>12}{:>11}", "part", "pass", "launches", "GFLOP", "MiB moved", "floor ms");
+    let _ = writeln!(
+        out,
+        "{:<16}{:<10}{:>9}{:>13}{:>12}{:>11}",
+        "part", "pass", "launches", "GFLOP", "MiB moved", "floor ms"
+    );
     let mut total = PartCost { floor_ms: Some(0.0), ..Default::default() };
     for ((part, pass), c) in costs(program, gpu) {
         let floor = c.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
-        let _ = writeln!(out, "{:<16}{:<10}{:>9}{:>13.1}{:>12.0}{floor:>11}", name(part), name(pass), c.launches, c.flops / 1e9, c.bytes / MIB);
+        let _ = writeln!(
+            out,
+            "{:<16}{:<10}{:>9}{:>13.1}{:>12.0}{floor:>11}",
+            name(part),
+            name(pass),
+            c.launches,
+            c.flops / 1e9,
+            c.bytes / MIB
+        );
         total.launches += c.launches;
         total.flops += c.flops;
         total.bytes += c.bytes;
         total.floor_ms = total.floor_ms.zip(c.floor_ms).map(|(a, b)| a + b);
     }
     let floor = total.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
-    let _ = writeln!(out, "{:<26}{:>9}{:>13.1}{:>12.0}{floor:>11}", "all", total.launches, total.flops / 1e9, total.bytes / MIB);
+    let _ = writeln!(
+        out,
+        "{:<26}{:>9}{:>13.1}{:>12.0}{floor:>11}",
+        "all",
+        total.launches,
+        total.flops / 1e9,
+        total.bytes / MIB
+    );
     let _ = match total.floor_ms {
-        Some(_) => writeln!(out, "Floor: the larger of FLOPs and bytes over the {gpu} datasheet's rates, launch by launch.\n"),
+        Some(_) => writeln!(
+            out,
+            "Floor: the larger of FLOPs and bytes over the {gpu} datasheet's rates, launch by launch.\n"
+        ),
         None => writeln!(out, "No floor: the rates of {gpu} are not known here.\n"),
     };
     let mut arm = |label: &str, a: &ArmPlan| {
@@ -138,8 +178,12 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
         let _ = writeln!(
             out,
             "{label}: {} graphs, {} replays a step; memory {:.0} MiB = {:.0} persistent + {:.0} activations (least possible {:.0})",
-            a.graphs(), a.replays(), (m.persistent_bytes + m.arena_bytes) as f64 / MIB,
-            m.persistent_bytes as f64 / MIB, m.arena_bytes as f64 / MIB, m.live_peak_bytes as f64 / MIB
+            a.graphs(),
+            a.replays(),
+            (m.persistent_bytes + m.arena_bytes) as f64 / MIB,
+            m.persistent_bytes as f64 / MIB,
+            m.arena_bytes as f64 / MIB,
+            m.live_peak_bytes as f64 / MIB
         );
     };
     arm("eager arm", &plan.eager);
@@ -147,7 +191,11 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
         arm("graph arm", g);
         let staging = g.program.launches.iter().filter(|l| l.staging).count();
         let captured: usize = g.segments.iter().filter(|s| s.graph.is_some()).map(|s| s.launches.len()).sum();
-        let _ = writeln!(out, "           {captured} launches in graphs, {} eager, {staging} staging copies", g.program.launches.len() - captured - staging);
+        let _ = writeln!(
+            out,
+            "           {captured} launches in graphs, {} eager, {staging} staging copies",
+            g.program.launches.len() - captured - staging
+        );
     }
     out
 }

@@ -22,7 +22,12 @@ pub fn keep_routing(program: &mut Program) {
 ///
 /// # Errors
 /// A device failure, or a folder that cannot be written.
-pub fn dump(dir: &Path, cfg: &RunConfig, program: &Program, executor: &mut dyn Executor) -> anyhow::Result<()> {
+pub fn dump(
+    dir: &Path,
+    cfg: &RunConfig,
+    program: &Program,
+    executor: &mut dyn Executor,
+) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir).with_context(|| format!("--dump: cannot create {}", dir.display()))?;
     executor.reset()?;
     let ids = || (0..program.buffers.len() as u32).map(BufId);
@@ -32,14 +37,18 @@ pub fn dump(dir: &Path, cfg: &RunConfig, program: &Program, executor: &mut dyn E
     let grads = read_all(program, executor, ids().filter(|&i| is_tensor(program, i, Lifetime::MainGrad)))?;
     let step = ids().filter(|&i| {
         let name = &program.buffer(i).name;
-        name == "loss" || name.starts_with("ids.") || name.starts_with("labels.") || ROUTING.iter().any(|r| name.ends_with(r))
+        name == "loss"
+            || name.starts_with("ids.")
+            || name.starts_with("labels.")
+            || ROUTING.iter().any(|r| name.ends_with(r))
     });
     let step = read_all(program, executor, step)?;
     for (file, tensors) in [("weights", weights), ("grads", grads), ("step", step)] {
         write(&dir.join(format!("{file}.safetensors")), &tensors)?;
     }
     let config = dir.join("config.json");
-    std::fs::write(&config, serde_json::to_string_pretty(cfg)?).with_context(|| format!("--dump: cannot write {}", config.display()))
+    std::fs::write(&config, serde_json::to_string_pretty(cfg)?)
+        .with_context(|| format!("--dump: cannot write {}", config.display()))
 }
 
 /// One weight (not the flat buffer that holds all, nor its shards and buckets).
@@ -50,7 +59,11 @@ fn is_tensor(program: &Program, id: BufId, lifetime: Lifetime) -> bool {
 
 type Tensor = (String, Vec<usize>, Vec<u8>);
 
-fn read_all(program: &Program, executor: &mut dyn Executor, ids: impl Iterator<Item = BufId>) -> Result<Vec<Tensor>, DeviceError> {
+fn read_all(
+    program: &Program,
+    executor: &mut dyn Executor,
+    ids: impl Iterator<Item = BufId>,
+) -> Result<Vec<Tensor>, DeviceError> {
     ids.map(|id| {
         let b = program.buffer(id);
         let bytes = executor.read(id)?.iter().flat_map(|v| v.to_le_bytes()).collect();
@@ -60,7 +73,9 @@ fn read_all(program: &Program, executor: &mut dyn Executor, ids: impl Iterator<I
 }
 
 fn write(path: &Path, tensors: &[Tensor]) -> anyhow::Result<()> {
-    let views = tensors.iter().map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes)?)));
+    let views = tensors
+        .iter()
+        .map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes)?)));
     let views: Vec<_> = views.collect::<Result<_, safetensors::SafeTensorError>>()?;
     serialize_to_file(views, None, path).with_context(|| format!("--dump: cannot write {}", path.display()))
 }

@@ -1,6 +1,7 @@
 //! One run: configuration, program, device, measurement, rows.
 
 use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
@@ -10,7 +11,6 @@ use crate::device::inject::Inject;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
-use crate::args::{impl_name, scope_name};
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
@@ -47,7 +47,12 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     let options = options(&resolved, args, on_gpu);
     options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
-    let target = Target::new(args.mbperf.output.as_ref().and_then(|p| p.to_str()), &resolved.config.identity.recipe, &resolved.config.identity.gpu, &resolved.config.identity.recipe_dtype);
+    let target = Target::new(
+        args.mbperf.output.as_ref().and_then(|p| p.to_str()),
+        &resolved.config.identity.recipe,
+        &resolved.config.identity.gpu,
+        &resolved.config.identity.recipe_dtype,
+    );
     let mut writer = Writer::open(&target)?;
     let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
@@ -77,7 +82,13 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     conclude(args, &rows, &outcome, &reason, &writer)
 }
 
-fn conclude(args: &Args, rows: &[Row], outcome: &measure::Outcome, reason: &str, writer: &Writer) -> anyhow::Result<u8> {
+fn conclude(
+    args: &Args,
+    rows: &[Row],
+    outcome: &measure::Outcome,
+    reason: &str,
+    writer: &Writer,
+) -> anyhow::Result<u8> {
     if matches!(args.mbperf.format, Format::Json) && writer.path().is_some() {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
@@ -155,7 +166,8 @@ fn given(args: &Args) -> shrink::Given {
 
 fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
     let own = &args.mbperf;
-    let budget = if on_gpu { measure::options::DEFAULT_MAX_TIME_S } else { measure::options::DEFAULT_MAX_TIME_CPU_S };
+    let budget =
+        if on_gpu { measure::options::DEFAULT_MAX_TIME_S } else { measure::options::DEFAULT_MAX_TIME_CPU_S };
     Options {
         max_time_s: own.max_time.unwrap_or(budget),
         margin: own.margin,
@@ -183,24 +195,43 @@ fn choose_device(args: &Args) -> anyhow::Result<bool> {
     match probe() {
         Availability::Ready(_) => Ok(true),
         Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
-            eprintln!("{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)");
+            eprintln!(
+                "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
+            );
             Ok(false)
         }
-        Availability::NoDriver(why) | Availability::NoDevice(why) => {
-            Err(DeviceError::Unavailable(format!("{why}; `mbperf doctor` says where it was looked for; --device cpu runs without")).into())
-        }
+        Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
+            "{why}; `mbperf doctor` says where it was looked for; --device cpu runs without"
+        ))
+        .into()),
         Availability::Unusable(why) => Err(DeviceError::Unavailable(why).into()),
     }
 }
 
 fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
-    args.mbperf.inject.first().map(|text| text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())).transpose()
+    args.mbperf
+        .inject
+        .first()
+        .map(|text| {
+            text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())
+        })
+        .transpose()
 }
 
-fn open_device(plan: &RunPlan, args: &Args, on_gpu: bool, inject: Option<Inject>) -> Result<Box<dyn Executor>, DeviceError> {
+fn open_device(
+    plan: &RunPlan,
+    args: &Args,
+    on_gpu: bool,
+    inject: Option<Inject>,
+) -> Result<Box<dyn Executor>, DeviceError> {
     Ok(if on_gpu {
         let own = &args.mbperf;
-        let options = CudaOptions { cache_dir: own.kernel_cache.clone(), cuda_path: own.cuda_path.clone(), inject, ..Default::default() };
+        let options = CudaOptions {
+            cache_dir: own.kernel_cache.clone(),
+            cuda_path: own.cuda_path.clone(),
+            inject,
+            ..Default::default()
+        };
         Box::new(CudaExecutor::new(plan, options)?)
     } else {
         Box::new(CpuExecutor::new(plan.clone(), inject, None)?)
@@ -208,7 +239,12 @@ fn open_device(plan: &RunPlan, args: &Args, on_gpu: bool, inject: Option<Inject>
 }
 
 /// A run that failed before its first step still leaves its rows.
-fn failed_before_steps(facts: &RunFacts, options: &Options, writer: &mut Writer, error: DeviceError) -> anyhow::Result<u8> {
+fn failed_before_steps(
+    facts: &RunFacts,
+    options: &Options,
+    writer: &mut Writer,
+    error: DeviceError,
+) -> anyhow::Result<u8> {
     let reason = error.to_string();
     if !matches!(error, DeviceError::Unavailable(_)) {
         writer.rows(&Row::without_outcome(facts, options, "failed", &reason))?;
@@ -220,7 +256,8 @@ fn interrupt_flag() -> anyhow::Result<Arc<AtomicBool>> {
     let flag = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         // A second signal ends the process at once, should a device call hang.
-        signal_hook::flag::register_conditional_shutdown(signal, 130, flag.clone()).context("cannot watch for signals")?;
+        signal_hook::flag::register_conditional_shutdown(signal, 130, flag.clone())
+            .context("cannot watch for signals")?;
         signal_hook::flag::register(signal, flag.clone()).context("cannot watch for signals")?;
     }
     Ok(flag)
@@ -233,7 +270,12 @@ fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
     let program = &plan.eager.program;
     let stand_in = program.launches.iter().any(|l| l.op.stand_in());
     let moe_layers = program.launches.iter().filter(|l| l.op.name() == "moe_sort").count() as u64;
-    let routed = cfg.model.moe.as_ref().zip(share.as_ref()).map(|(m, s)| (m.router_topk * s.tokens_sequence_parallel) as u64 * moe_layers);
+    let routed = cfg
+        .model
+        .moe
+        .as_ref()
+        .zip(share.as_ref())
+        .map(|(m, s)| (m.router_topk * s.tokens_sequence_parallel) as u64 * moe_layers);
     let dropless = cfg.model.moe.as_ref().is_some_and(|m| m.capacity_factor.is_none());
     RunFacts {
         run_id: run_id::new(),
@@ -281,7 +323,8 @@ fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
 
 /// The command as a shell would take it.
 fn command_line(args: &Args) -> String {
-    let plain = |t: &str| !t.is_empty() && t.chars().all(|c| c.is_ascii_alphanumeric() || "-_=.,/:+@%".contains(c));
+    let plain =
+        |t: &str| !t.is_empty() && t.chars().all(|c| c.is_ascii_alphanumeric() || "-_=.,/:+@%".contains(c));
     let quote = |t: &String| if plain(t) { t.clone() } else { format!("'{}'", t.replace('\'', "'\\''")) };
     std::iter::once("mbperf".to_string()).chain(args.argv.iter().map(quote)).collect::<Vec<_>>().join(" ")
 }

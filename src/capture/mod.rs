@@ -60,7 +60,9 @@ pub struct RunPlan {
 /// A program that cannot be cut as asked. Rules refuse such configurations earlier.
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
-    #[error("internal error: layer {layer} {pass:?} has two runs of captured launches (at {first} and {second}); please report it")]
+    #[error(
+        "internal error: layer {layer} {pass:?} has two runs of captured launches (at {first} and {second}); please report it"
+    )]
     SplitRun { layer: usize, pass: Pass, first: usize, second: usize },
     #[error("internal error: {op} waits for the host inside a graph ({label}); please report it")]
     HostSync { op: &'static str, label: String },
@@ -127,11 +129,13 @@ fn mark_layers(program: &Program, scope: &[Scope]) -> Result<Vec<Option<String>>
     let mut last: HashMap<(usize, Pass, usize), usize> = HashMap::new();
     for (i, l) in program.launches.iter().enumerate() {
         let captured = l.layer.filter(|_| scope.is_empty() || wanted.contains(&l.part));
-        marks.push(captured.map(|layer| format!("layer {layer} {}", if l.pass == Pass::Forward { "forward" } else { "backward" })));
-        if let Some(layer) = captured {
-            if let Some(first) = last.insert((layer, l.pass, l.micro_batch), i).filter(|&p| p + 1 != i) {
-                return Err(CaptureError::SplitRun { layer, pass: l.pass, first, second: i });
-            }
+        marks.push(captured.map(|layer| {
+            format!("layer {layer} {}", if l.pass == Pass::Forward { "forward" } else { "backward" })
+        }));
+        if let Some(layer) = captured
+            && let Some(first) = last.insert((layer, l.pass, l.micro_batch), i).filter(|&p| p + 1 != i)
+        {
+            return Err(CaptureError::SplitRun { layer, pass: l.pass, first, second: i });
         }
     }
     Ok(marks)
@@ -146,7 +150,10 @@ fn cut(program: &Program, marks: &[Option<String>]) -> Result<Vec<Segment>, Capt
         let here = |i: usize| (&marks[i], program.launches[i].micro_batch);
         let iteration = marks[start].as_deref() == Some("iteration");
         let mut end = start + 1;
-        while end < marks.len() && marks[end] == marks[start] && (marks[start].is_none() || iteration || here(end) == here(start)) {
+        while end < marks.len()
+            && marks[end] == marks[start]
+            && (marks[start].is_none() || iteration || here(end) == here(start))
+        {
             end += 1;
         }
         let launches = start..end;
@@ -154,14 +161,24 @@ fn cut(program: &Program, marks: &[Option<String>]) -> Result<Vec<Segment>, Capt
             None => None,
             Some(label) => {
                 if let Some(i) = launches.clone().find(|&i| program.launches[i].host_sync()) {
-                    return Err(CaptureError::HostSync { op: program.launches[i].op.name(), label: label.clone() });
+                    return Err(CaptureError::HostSync {
+                        op: program.launches[i].op.name(),
+                        label: label.clone(),
+                    });
                 }
-                let key: String = launches.clone().map(|i| format!("{:?}{:?};", program.launches[i].op, program.launches[i].args)).collect();
+                let key: String = launches
+                    .clone()
+                    .map(|i| format!("{:?}{:?};", program.launches[i].op, program.launches[i].args))
+                    .collect();
                 let next = ids.len();
                 Some(*ids.entry(key).or_insert(next))
             }
         };
-        segments.push(Segment { launches, graph, label: marks[start].clone().unwrap_or_else(|| "eager".into()) });
+        segments.push(Segment {
+            launches,
+            graph,
+            label: marks[start].clone().unwrap_or_else(|| "eager".into()),
+        });
         start = end;
     }
     Ok(segments)

@@ -23,7 +23,10 @@ pub fn stage(program: &Program, marks: Vec<Option<String>>) -> (Program, Vec<Opt
     while start < marks.len() {
         let first = &program.launches[start];
         let mut end = start + 1;
-        while end < marks.len() && marks[end] == marks[start] && program.launches[end].micro_batch == first.micro_batch {
+        while end < marks.len()
+            && marks[end] == marks[start]
+            && program.launches[end].micro_batch == first.micro_batch
+        {
             end += 1;
         }
         let run = &program.launches[start..end];
@@ -34,13 +37,21 @@ pub fn stage(program: &Program, marks: Vec<Option<String>>) -> (Program, Vec<Opt
                 rename.extend(saved.get(&key).cloned().unwrap_or_default());
             }
             for id in inputs(program, run) {
-                let from_outside = writer.get(&program.root(id).0).is_some_and(|(pass, by)| *pass == first.pass && by.as_ref() != Some(label));
+                let from_outside = writer
+                    .get(&program.root(id).0)
+                    .is_some_and(|(pass, by)| *pass == first.pass && by.as_ref() != Some(label));
                 if rename.contains_key(&id) || !from_outside {
                     continue;
                 }
                 let fixed = static_copy(&mut out, id, label);
                 let b = out.buffer(id);
-                let copy = Launch { op: Arc::new(Copy { dtype: b.dtype, len: b.len() }), args: vec![id, fixed], staging: true, after: Vec::new(), ..first.clone() };
+                let copy = Launch {
+                    op: Arc::new(Copy { dtype: b.dtype, len: b.len() }),
+                    args: vec![id, fixed],
+                    staging: true,
+                    after: Vec::new(),
+                    ..first.clone()
+                };
                 out.launches.push(copy);
                 out_marks.push(None);
                 rename.insert(id, fixed);

@@ -14,7 +14,12 @@ fn story(cfg: &RunConfig, micro_batch: usize, layer: usize) -> Vec<String> {
     arm.segments
         .iter()
         .filter_map(|s| {
-            let mine: Vec<_> = s.launches.clone().map(|i| &arm.program.launches[i]).filter(|l| l.layer == Some(layer) && l.micro_batch == micro_batch).collect();
+            let mine: Vec<_> = s
+                .launches
+                .clone()
+                .map(|i| &arm.program.launches[i])
+                .filter(|l| l.layer == Some(layer) && l.micro_batch == micro_batch)
+                .collect();
             (!mine.is_empty()).then(|| {
                 let names: Vec<&str> = mine.iter().map(|l| l.op.name()).collect();
                 format!("{} {}", if s.graph.is_some() { "G" } else { "e" }, names.join(" "))
@@ -45,7 +50,12 @@ fn dense_attn_captures_attention_alone() {
 #[test]
 fn dense_attn_mlp_is_one_graph_a_layer_and_pass() {
     let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
-    let want = ["e copy".to_string(), format!("G {ATTN_F} {MLP_F}"), "e copy".to_string(), format!("G {MLP_B} {ATTN_B}")];
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F} {MLP_F}"),
+        "e copy".to_string(),
+        format!("G {MLP_B} {ATTN_B}"),
+    ];
     assert_eq!(story(&cfg, 1, 1), want);
     let whole = with_graphs(dense(), GraphImpl::TransformerEngine, &[]);
     assert_eq!(story(&whole, 1, 1), want);
@@ -55,30 +65,47 @@ fn dense_attn_mlp_is_one_graph_a_layer_and_pass() {
 fn micro_batches_share_graphs_and_a_full_iteration_is_one() {
     let te = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn]);
     let arm = plan(program(&te), &te.graph, 1).unwrap().graph.unwrap();
-    assert_eq!((arm.graphs(), arm.replays()), (4, 8), "2 layers x 2 passes, each replayed by 2 micro-batches");
+    assert_eq!(
+        (arm.graphs(), arm.replays()),
+        (4, 8),
+        "2 layers x 2 passes, each replayed by 2 micro-batches"
+    );
     let local = with_graphs(dense(), GraphImpl::Local, &[FullIteration]);
     let arm = plan(program(&local), &local.graph, 1).unwrap().graph.unwrap();
     assert_eq!((arm.graphs(), arm.replays(), arm.segments.len()), (1, 1, 3));
-    let eager: Vec<&str> = arm.segments.iter().filter(|s| s.graph.is_none()).flat_map(|s| s.launches.clone()).map(|i| arm.program.launches[i].op.name()).collect();
+    let eager: Vec<&str> = arm
+        .segments
+        .iter()
+        .filter(|s| s.graph.is_none())
+        .flat_map(|s| s.launches.clone())
+        .map(|i| arm.program.launches[i].op.name())
+        .collect();
     assert!(eager.contains(&"token_gen") && eager.contains(&"adam") && !eager.contains(&"gemm"), "{eager:?}");
 }
 
 const ROUTER_F: &str = "rmsnorm_fwd gemm router_fwd";
 const ROUTER_B: &str = "router_bwd gemm gemm rmsnorm_bwd column_sum";
 const EXPERTS_F: &str = "grouped_gemm_nt swiglu_fwd grouped_gemm_nt";
-const QK_ATTN_B: &str = "gemm gemm attention_bwd qkv_rope_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
+const QK_ATTN_B: &str =
+    "gemm gemm attention_bwd qkv_rope_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
 const EXPERTS_B: &str = "grouped_gemm_nn grouped_gemm_tn swiglu_bwd grouped_gemm_tn grouped_gemm_nn";
 
 #[test]
 fn alltoall_router_and_preprocess_hold_the_first_permutation_but_not_the_counts() {
-    let cfg = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter, MoePreprocess]);
+    let cfg = with_graphs(
+        moe(Dispatcher::Alltoall),
+        GraphImpl::TransformerEngine,
+        &[Attn, MoeRouter, MoePreprocess],
+    );
     let sent = "counts_to_host stand_in_all_to_all stand_in_all_to_all chunk_map gather_rows";
     let back = "gather_rows stand_in_all_to_all combine_rows";
     let want = [
         "e copy".to_string(),
         format!("G {ATTN_F} {ROUTER_F} moe_sort gather_rows"),
         format!("e {sent} {EXPERTS_F} {back}"),
-        format!("e gather_rows stand_in_all_to_all gather_rows {EXPERTS_B} gather_rows stand_in_all_to_all stand_in_all_to_all copy copy copy"),
+        format!(
+            "e gather_rows stand_in_all_to_all gather_rows {EXPERTS_B} gather_rows stand_in_all_to_all stand_in_all_to_all copy copy copy"
+        ),
         format!("G combine_rows {ROUTER_B} {QK_ATTN_B}"),
     ];
     assert_eq!(story(&cfg, 0, 0), want);
@@ -116,7 +143,10 @@ fn a_scope_without_layers_is_an_error() {
     assert!(matches!(plan(program(&cfg), &cfg.graph, 1), Err(CaptureError::Nothing { .. })));
 }
 
-fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<(Vec<u32>, Vec<(String, u64)>), DeviceError> {
+/// Loss bits of every step, and the digests after the last.
+type Trace = (Vec<u32>, Vec<(String, u64)>);
+
+fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<Trace, DeviceError> {
     executor.reset()?;
     let mut losses = Vec::new();
     for _ in 0..3 {
@@ -160,11 +190,26 @@ fn each_launch_left_out_of_the_graphs_is_noticed() {
     let arm = plan.graph.clone().unwrap();
     // The first segment of each graph is the one that is recorded.
     let mut seen = Vec::new();
-    let captured = arm.segments.iter().filter(|s| s.graph.is_some_and(|g| !seen.contains(&g) && { seen.push(g); true })).flat_map(|s| s.launches.clone());
+    let captured = arm
+        .segments
+        .iter()
+        .filter(|s| {
+            s.graph.is_some_and(|g| {
+                !seen.contains(&g) && {
+                    seen.push(g);
+                    true
+                }
+            })
+        })
+        .flat_map(|s| s.launches.clone());
     let mut checked = 0;
     for i in captured.collect::<Vec<_>>() {
         let mut executor = CpuExecutor::new(plan.clone(), None, Some(i)).unwrap();
-        assert!(matches!(executor.capture(), Err(DeviceError::Unequal(_))), "launch {i} ({}) was not missed", arm.program.launches[i].op.name());
+        assert!(
+            matches!(executor.capture(), Err(DeviceError::Unequal(_))),
+            "launch {i} ({}) was not missed",
+            arm.program.launches[i].op.name()
+        );
         checked += 1;
     }
     assert!(checked > 20, "{checked}");
@@ -176,7 +221,13 @@ fn every_launch_writes_finite_values() {
     let mut split = moe(Dispatcher::Alltoall);
     (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
     split.identity.num_gpus = 8;
-    for (what, mut cfg) in [("dense", dense()), ("alltoall", moe(Dispatcher::Alltoall)), ("flex", moe(Dispatcher::Flex)), ("padded", padded()), ("split", split)] {
+    for (what, mut cfg) in [
+        ("dense", dense()),
+        ("alltoall", moe(Dispatcher::Alltoall)),
+        ("flex", moe(Dispatcher::Flex)),
+        ("padded", padded()),
+        ("split", split),
+    ] {
         cfg.model.attention_dropout = 0.1;
         cfg.model.hidden_dropout = 0.1;
         let program = program(&cfg);
@@ -186,7 +237,14 @@ fn every_launch_writes_finite_values() {
             storage.run(&program, l).unwrap();
             for (spec, id) in l.op.args().iter().zip(&l.args) {
                 let bad = storage.read(&program, *id).iter().filter(|v| !v.is_finite()).count();
-                assert_eq!(bad, 0, "{what}: launch {i} {:?} leaves {bad} of {} values of {} not finite", l.op, spec.len(), spec.name);
+                assert_eq!(
+                    bad,
+                    0,
+                    "{what}: launch {i} {:?} leaves {bad} of {} values of {} not finite",
+                    l.op,
+                    spec.len(),
+                    spec.name
+                );
             }
         }
     }

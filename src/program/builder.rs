@@ -43,15 +43,33 @@ impl Builder {
 
     /// A new buffer. A name that exists already must mean the same tensor, which is then returned: the
     /// micro-batches of one activation slot share their buffers this way.
-    pub fn buffer(&mut self, name: &str, dtype: DType, shape: &[usize], lifetime: Lifetime, init: Init) -> BufId {
+    pub fn buffer(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        lifetime: Lifetime,
+        init: Init,
+    ) -> BufId {
         if let Some(&id) = self.by_name.get(name) {
             let old = self.program.buffer(id);
             if old.dtype != dtype || old.shape != shape || old.lifetime != lifetime {
-                self.fail(format!("buffer {name} is asked for as {dtype:?}{shape:?} and as {:?}{:?}", old.dtype, old.shape));
+                self.fail(format!(
+                    "buffer {name} is asked for as {dtype:?}{shape:?} and as {:?}{:?}",
+                    old.dtype, old.shape
+                ));
             }
             return id;
         }
-        self.push(Buffer { name: name.into(), shape: shape.into(), dtype, lifetime, init, view_of: None, shard: Shard::default() })
+        self.push(Buffer {
+            name: name.into(),
+            shape: shape.into(),
+            dtype,
+            lifetime,
+            init,
+            view_of: None,
+            shard: Shard::default(),
+        })
     }
 
     /// Written and last read within a step.
@@ -60,13 +78,32 @@ impl Builder {
     }
 
     /// Elements `offset..` of `parent` under a name and shape of their own.
-    pub fn view(&mut self, name: &str, parent: BufId, offset: usize, shape: &[usize], init: Init, shard: Shard) -> BufId {
-        let (dtype, lifetime, room) = { let p = self.program.buffer(parent); (p.dtype, p.lifetime, p.len()) };
+    pub fn view(
+        &mut self,
+        name: &str,
+        parent: BufId,
+        offset: usize,
+        shape: &[usize],
+        init: Init,
+        shard: Shard,
+    ) -> BufId {
+        let (dtype, lifetime, room) = {
+            let p = self.program.buffer(parent);
+            (p.dtype, p.lifetime, p.len())
+        };
         let len: usize = shape.iter().product();
         if offset + len > room {
             self.fail(format!("view {name} ends at element {} of {room}", offset + len));
         }
-        self.push(Buffer { name: name.into(), shape: shape.into(), dtype, lifetime, init, view_of: Some((parent, offset)), shard })
+        self.push(Buffer {
+            name: name.into(),
+            shape: shape.into(),
+            dtype,
+            lifetime,
+            init,
+            view_of: Some((parent, offset)),
+            shard,
+        })
     }
 
     fn push(&mut self, buffer: Buffer) -> BufId {
@@ -100,14 +137,28 @@ impl Builder {
         let specs = op.args();
         if specs.len() != args.len() {
             let names: Vec<_> = specs.iter().map(|s| s.name).collect();
-            self.fail(format!("{} takes {} arguments ({names:?}), {} were given", op.name(), specs.len(), args.len()));
+            self.fail(format!(
+                "{} takes {} arguments ({names:?}), {} were given",
+                op.name(),
+                specs.len(),
+                args.len()
+            ));
         }
         for (spec, &id) in specs.iter().zip(args) {
             let b = self.program.buffer(id);
             if b.dtype != spec.dtype || b.len() != spec.len() {
                 let message = format!(
                     "{} wants {} as {:?}{:?}, buffer {} is {:?}{:?} (layer {:?}, {:?} {:?})",
-                    op.name(), spec.name, spec.dtype, spec.shape, b.name, b.dtype, b.shape, self.layer, self.part, self.pass
+                    op.name(),
+                    spec.name,
+                    spec.dtype,
+                    spec.shape,
+                    b.name,
+                    b.dtype,
+                    b.shape,
+                    self.layer,
+                    self.part,
+                    self.pass
                 );
                 self.fail(message);
             }

@@ -105,7 +105,13 @@ pub fn plan(program: &Program, captured: &[bool]) -> MemoryPlan {
     out.workspaces = vec![0; program.launches.len()];
     for region in [true, false] {
         let base = out.arena_bytes;
-        let workspace = program.launches.iter().zip(captured).filter(|(_, c)| **c == region).map(|(l, _)| l.op.workspace()).max();
+        let workspace = program
+            .launches
+            .iter()
+            .zip(captured)
+            .filter(|(_, c)| **c == region)
+            .map(|(l, _)| l.op.workspace())
+            .max();
         for (i, c) in captured.iter().enumerate() {
             if *c == region {
                 out.workspaces[i] = base;
@@ -121,7 +127,13 @@ pub fn plan(program: &Program, captured: &[bool]) -> MemoryPlan {
 }
 
 /// First fit, largest first; returns the bytes used.
-fn pack(program: &Program, live: &[Vec<(usize, usize)>], mut members: Vec<usize>, base: usize, places: &mut [Place]) -> usize {
+fn pack(
+    program: &Program,
+    live: &[Vec<(usize, usize)>],
+    mut members: Vec<usize>,
+    base: usize,
+    places: &mut [Place],
+) -> usize {
     let size = |i: usize| align(program.buffers[i].bytes());
     members.sort_by_key(|&i| (std::cmp::Reverse(size(i)), live[i][0].0, i));
     let mut placed: Vec<(usize, usize)> = Vec::new(); // (offset, buffer), sorted by offset
@@ -153,7 +165,14 @@ fn live_peak(program: &Program, live: &[Vec<(usize, usize)>]) -> usize {
         }
     }
     let mut now = 0;
-    change.iter().map(|c| { now += c; now }).max().unwrap_or(0) as usize
+    change
+        .iter()
+        .map(|c| {
+            now += c;
+            now
+        })
+        .max()
+        .unwrap_or(0) as usize
 }
 
 impl MemoryPlan {

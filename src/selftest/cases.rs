@@ -2,6 +2,7 @@
 
 use crate::config::ScoreFunction;
 use crate::device::cuda::matmul::Layout;
+use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
@@ -17,7 +18,6 @@ use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd};
 use crate::ops::router::{RouterBwd, RouterFwd};
 use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
-use crate::ops::Op;
 use crate::program::DType;
 use std::sync::Arc;
 
@@ -41,15 +41,45 @@ type Add<'a> = dyn FnMut(Arc<dyn Op>) + 'a;
 fn gemm(add: &mut Add) {
     for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
         for (m, n, k) in [(8, 16, 24), (136, 264, 520), (1000, 128, 72)] {
-            for (out, accumulate) in [(DType::Bf16, Accumulate::No), (DType::Bf16, Accumulate::InPlace), (DType::Bf16, Accumulate::Residual), (DType::F32, Accumulate::No), (DType::F32, Accumulate::InPlace)] {
+            for (out, accumulate) in [
+                (DType::Bf16, Accumulate::No),
+                (DType::Bf16, Accumulate::InPlace),
+                (DType::Bf16, Accumulate::Residual),
+                (DType::F32, Accumulate::No),
+                (DType::F32, Accumulate::InPlace),
+            ] {
                 add(Arc::new(Gemm { m, n, k, layout, batch: 1, out, accumulate }));
             }
         }
-        add(Arc::new(Gemm { m: 72, n: 136, k: 40, layout, batch: 3, out: DType::Bf16, accumulate: Accumulate::InPlace }));
+        add(Arc::new(Gemm {
+            m: 72,
+            n: 136,
+            k: 40,
+            layout,
+            batch: 3,
+            out: DType::Bf16,
+            accumulate: Accumulate::InPlace,
+        }));
     }
     // A micro-batch may have any number of tokens.
-    add(Arc::new(Gemm { m: 77, n: 128, k: 256, layout: Layout::Nt, batch: 1, out: DType::Bf16, accumulate: Accumulate::No }));
-    add(Arc::new(Gemm { m: 128, n: 256, k: 77, layout: Layout::Tn, batch: 1, out: DType::Bf16, accumulate: Accumulate::InPlace }));
+    add(Arc::new(Gemm {
+        m: 77,
+        n: 128,
+        k: 256,
+        layout: Layout::Nt,
+        batch: 1,
+        out: DType::Bf16,
+        accumulate: Accumulate::No,
+    }));
+    add(Arc::new(Gemm {
+        m: 128,
+        n: 256,
+        k: 77,
+        layout: Layout::Tn,
+        batch: 1,
+        out: DType::Bf16,
+        accumulate: Accumulate::InPlace,
+    }));
 }
 
 fn norm_and_rope(add: &mut Add) {
@@ -59,14 +89,31 @@ fn norm_and_rope(add: &mut Add) {
             add(Arc::new(RmsNormBwd { tokens, hidden, residual }));
         }
     }
-    for (rows, width, first, cols) in [(1, 8, 0, 8), (partials(515), 4096, 0, 4096), (partials(130), 256, 128, 128)] {
+    for (rows, width, first, cols) in
+        [(1, 8, 0, 8), (partials(515), 4096, 0, 4096), (partials(130), 256, 128, 128)]
+    {
         for (out, accumulate) in [(DType::Bf16, true), (DType::F32, true), (DType::Bf16, false)] {
             add(Arc::new(ColumnSum { rows, width, first, cols, out, accumulate }));
         }
     }
-    for positions in [Positions::whole(1, 1), Positions::whole(2, 65), Positions { batch: 1, seq: 130, chunks: [(65, 65), (4031, 65)] }] {
-        for (q_heads, kv_heads, head_dim, rotary_dim, qk_norm) in [(4, 2, 64, 64, None), (8, 1, 128, 128, Some(1e-6)), (4, 4, 64, 32, Some(1e-5))] {
-            let fwd = QkvRopeFwd { positions, q_heads, kv_heads, head_dim, rotary_dim, base: 5e5, qk_norm, scaling: None };
+    for positions in [
+        Positions::whole(1, 1),
+        Positions::whole(2, 65),
+        Positions { batch: 1, seq: 130, chunks: [(65, 65), (4031, 65)] },
+    ] {
+        for (q_heads, kv_heads, head_dim, rotary_dim, qk_norm) in
+            [(4, 2, 64, 64, None), (8, 1, 128, 128, Some(1e-6)), (4, 4, 64, 32, Some(1e-5))]
+        {
+            let fwd = QkvRopeFwd {
+                positions,
+                q_heads,
+                kv_heads,
+                head_dim,
+                rotary_dim,
+                base: 5e5,
+                qk_norm,
+                scaling: None,
+            };
             add(Arc::new(QkvRopeBwd::of(&fwd)));
             add(Arc::new(fwd));
         }
@@ -125,7 +172,13 @@ fn ends(add: &mut Add) {
         add(Arc::new(LossSum { tokens, scale: 1.0 / tokens as f32 }));
         add(Arc::new(TokenGen { positions: Positions::whole(1, tokens), vocab, rng: RNG }));
     }
-    for (kind, rows, cols, ranks) in [(Collective::AllGather, 3, 40, 4), (Collective::ReduceScatter, 3, 40, 4), (Collective::AllReduce, 3, 40, 4), (Collective::AllToAll, 12, 40, 4), (Collective::InPlace, 1, 4096, 8)] {
+    for (kind, rows, cols, ranks) in [
+        (Collective::AllGather, 3, 40, 4),
+        (Collective::ReduceScatter, 3, 40, 4),
+        (Collective::AllReduce, 3, 40, 4),
+        (Collective::AllToAll, 12, 40, 4),
+        (Collective::InPlace, 1, 4096, 8),
+    ] {
         add(Arc::new(StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 }));
     }
     add(Arc::new(CountsToHost { len: 129 }));
@@ -133,15 +186,45 @@ fn ends(add: &mut Add) {
 
 fn moe(add: &mut Add) {
     let softmax = ScoreFunction::Softmax;
-    let routers = [(softmax, false, None, None, false), (softmax, true, Some(2.5), None, false), (ScoreFunction::Sigmoid, false, Some(2.5), None, true), (softmax, false, None, Some(RNG), false)];
+    let routers = [
+        (softmax, false, None, None, false),
+        (softmax, true, Some(2.5), None, false),
+        (ScoreFunction::Sigmoid, false, Some(2.5), None, true),
+        (softmax, false, None, Some(RNG), false),
+    ];
     for (score, pre_softmax, scaling, forced, expert_bias) in routers {
         for (tokens, experts, topk) in [(1, 8, 2), (77, 128, 8), (300, 60, 4), (130, 256, 8)] {
-            let fwd = RouterFwd { tokens, experts, topk, score, pre_softmax, scaling, forced, skew: forced.is_some(), expert_bias };
-            add(Arc::new(RouterBwd { tokens, experts, topk, score, pre_softmax, scaling, aux_coeff: 1e-3, aux_scale: 0.5 }));
+            let fwd = RouterFwd {
+                tokens,
+                experts,
+                topk,
+                score,
+                pre_softmax,
+                scaling,
+                forced,
+                skew: forced.is_some(),
+                expert_bias,
+            };
+            add(Arc::new(RouterBwd {
+                tokens,
+                experts,
+                topk,
+                score,
+                pre_softmax,
+                scaling,
+                aux_coeff: 1e-3,
+                aux_scale: 0.5,
+            }));
             add(Arc::new(fwd));
         }
     }
-    for (tokens, topk, experts, modulo, capacity) in [(1, 2, 8, true, None), (77, 8, 128, false, None), (300, 8, 8, true, None), (1030, 8, 8, true, Some(1030)), (130, 4, 16, false, Some(20))] {
+    for (tokens, topk, experts, modulo, capacity) in [
+        (1, 2, 8, true, None),
+        (77, 8, 128, false, None),
+        (300, 8, 8, true, None),
+        (1030, 8, 8, true, Some(1030)),
+        (130, 4, 16, false, Some(20)),
+    ] {
         let rows = capacity.map_or(tokens * topk, |c| c * experts);
         add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows }));
     }
@@ -157,7 +240,9 @@ fn moe(add: &mut Add) {
     }
     add(Arc::new(ChunkMap { experts: 32, local: 8, rows: 500 }));
     for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
-        for (experts, rows, n, k) in [(1, 1, 8, 8), (5, 333, 136, 264), (8, 1500, 768, 256), (8, 2000, 256, 1536)] {
+        for (experts, rows, n, k) in
+            [(1, 1, 8, 8), (5, 333, 136, 264), (8, 1500, 768, 256), (8, 2000, 256, 1536)]
+        {
             for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
                 if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
                     add(Arc::new(GroupedGemm { experts, rows, n, k, layout, out, accumulate }));

@@ -16,7 +16,12 @@ use std::sync::Arc;
 const SAMPLED_ROWS: usize = 8;
 
 pub fn run(log: &mut Log, options: &CudaOptions) {
-    for (layout, m, n, k) in [(Layout::Nt, 4096, 5120, 2048), (Layout::Nn, 4096, 2048, 5120), (Layout::Tn, 5120, 2048, 4096), (Layout::Nt, 8192, 28672, 4096)] {
+    for (layout, m, n, k) in [
+        (Layout::Nt, 4096, 5120, 2048),
+        (Layout::Nn, 4096, 2048, 5120),
+        (Layout::Tn, 5120, 2048, 4096),
+        (Layout::Nt, 8192, 28672, 4096),
+    ] {
         let name = format!("gemm {layout:?} {m}x{n}x{k}");
         if log.wants(&name) {
             let op = Gemm { m, n, k, layout, batch: 1, out: DType::Bf16, accumulate: Accumulate::No };
@@ -75,7 +80,9 @@ fn grouped(layout: Layout, options: &CudaOptions) -> Result<String, String> {
         let expert = (0..experts).find(|&e| (offsets[e]..offsets[e + 1]).contains(&i));
         for j in (0..n).step_by(29) {
             mine.push(got[3][i * n + j]);
-            let b = |e: usize, p: usize| v[2][e * n * k + if layout == Layout::Nt { j * k + p } else { p * n + j }];
+            let b = |e: usize, p: usize| {
+                v[2][e * n * k + if layout == Layout::Nt { j * k + p } else { p * n + j }]
+            };
             theirs.push(expert.map_or(0.0, |e| (0..k).map(|p| v[1][i * k + p] * b(e, p)).sum()));
         }
     }
@@ -84,7 +91,14 @@ fn grouped(layout: Layout, options: &CudaOptions) -> Result<String, String> {
 
 fn attention(q_heads: usize, kv_heads: usize, seq: usize, options: &CudaOptions) -> Result<String, String> {
     let d = 128;
-    let shape = AttnShape { positions: Positions::whole(1, seq), kv_len: seq, q_heads, kv_heads, head_dim: d, dropout: None };
+    let shape = AttnShape {
+        positions: Positions::whole(1, seq),
+        kv_len: seq,
+        q_heads,
+        kv_heads,
+        head_dim: d,
+        dropout: None,
+    };
     let op = AttnFwd { shape };
     let specs = op.args();
     let v = inputs(&op, &specs, 5);
@@ -96,7 +110,9 @@ fn attention(q_heads: usize, kv_heads: usize, seq: usize, options: &CudaOptions)
         let g = h / (q_heads / kv_heads);
         let q = &v[0][(i * q_heads + h) * d..][..d];
         let row = |of: usize, j: usize| &v[of][(j * kv_heads + g) * d..][..d];
-        let scores: Vec<f64> = (0..=i).map(|j| q.iter().zip(row(1, j)).map(|(a, b)| a * b).sum::<f64>() / (d as f64).sqrt()).collect();
+        let scores: Vec<f64> = (0..=i)
+            .map(|j| q.iter().zip(row(1, j)).map(|(a, b)| a * b).sum::<f64>() / (d as f64).sqrt())
+            .collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let e: Vec<f64> = scores.iter().map(|x| (x - top).exp()).collect();
         let sum: f64 = e.iter().sum();

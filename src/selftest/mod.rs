@@ -34,7 +34,11 @@ impl Log<'_> {
             Ok(text) => ("ok    ", text),
             Err(text) => ("FAILED", text),
         };
-        if result.is_ok() { self.passed += 1 } else { self.failed += 1 }
+        if result.is_ok() {
+            self.passed += 1
+        } else {
+            self.failed += 1
+        }
         let _ = writeln!(self.out, "{word} {name}: {text}");
         let _ = self.out.flush();
     }
@@ -69,18 +73,22 @@ fn odd_sizes(log: &mut Log, options: &CudaOptions) {
                 if !c.passed() {
                     bad.push(c.clone());
                 }
-                let ratio = |c: &ops::Checked| if c.tolerance > 0.0 { c.error / c.tolerance } else { c.error };
+                let ratio =
+                    |c: &ops::Checked| if c.tolerance > 0.0 { c.error / c.tolerance } else { c.error };
                 if worst.get(c.output).is_none_or(|w| ratio(&c) > ratio(w)) {
                     worst.insert(c.output, c);
                 }
             }
         }
-        let figures: Vec<String> = worst.values().map(|c| format!("{} {:.1e} of {:.1e}", c.output, c.error, c.tolerance)).collect();
+        let figures: Vec<String> =
+            worst.values().map(|c| format!("{} {:.1e} of {:.1e}", c.output, c.error, c.tolerance)).collect();
         if bad.is_empty() {
             log.record(name, Ok(format!("{count} shapes, largest error {}", figures.join(", "))));
         }
         for c in bad.iter().take(4) {
-            let why = c.problem.clone().unwrap_or_else(|| format!("{} is off by {:.2e}, {:.2e} allowed", c.output, c.error, c.tolerance));
+            let why = c.problem.clone().unwrap_or_else(|| {
+                format!("{} is off by {:.2e}, {:.2e} allowed", c.output, c.error, c.tolerance)
+            });
             log.record(name, Err(format!("{} ({} failures in {count} shapes): {why}", c.op, bad.len())));
         }
     }

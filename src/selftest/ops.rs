@@ -40,53 +40,99 @@ fn stored(dtype: DType, x: f64) -> f64 {
 pub fn inputs(op: &dyn Op, specs: &[ArgSpec], seed: u64) -> Vec<Vec<f64>> {
     let custom = op.sample(seed);
     let draw = |arg: usize, i: usize| philox([i as u32, arg as u32, 0, 0], [seed as u32, 0xC0FFEE]);
-    specs.iter().enumerate().map(|(arg, spec)| {
-        if spec.access == Access::Write {
-            return vec![f64::NAN; spec.len()];
-        }
-        if let Some(values) = custom.as_ref().and_then(|c| c.get(arg)).filter(|v| v.len() == spec.len()) {
-            return values.iter().map(|&x| stored(spec.dtype, x)).collect();
-        }
-        (0..spec.len()).map(|i| {
-            let w = draw(arg, i);
-            stored(spec.dtype, match spec.sample {
-                Sample::Normal(scale) => crate::ops::rng::normal_of(w) as f64 * scale,
-                Sample::Uniform(low, high) => low + (high - low) * crate::ops::rng::unit(w[0]) as f64,
-                Sample::Below(n) => (w[0] % n.max(1)) as f64,
-                Sample::Custom => 0.0,
-            })
-        }).collect()
-    }).collect()
+    specs
+        .iter()
+        .enumerate()
+        .map(|(arg, spec)| {
+            if spec.access == Access::Write {
+                return vec![f64::NAN; spec.len()];
+            }
+            if let Some(values) = custom.as_ref().and_then(|c| c.get(arg)).filter(|v| v.len() == spec.len()) {
+                return values.iter().map(|&x| stored(spec.dtype, x)).collect();
+            }
+            (0..spec.len())
+                .map(|i| {
+                    let w = draw(arg, i);
+                    stored(
+                        spec.dtype,
+                        match spec.sample {
+                            Sample::Normal(scale) => crate::ops::rng::normal_of(w) as f64 * scale,
+                            Sample::Uniform(low, high) => {
+                                low + (high - low) * crate::ops::rng::unit(w[0]) as f64
+                            }
+                            Sample::Below(n) => (w[0] % n.max(1)) as f64,
+                            Sample::Custom => 0.0,
+                        },
+                    )
+                })
+                .collect()
+        })
+        .collect()
 }
 
 /// Runs the f64 reference; returns every argument afterwards.
 pub fn reference(op: &dyn Op, specs: &[ArgSpec], values: &[Vec<f64>]) -> Result<Vec<Vec<f64>>, DeviceError> {
-    enum Held { F(Vec<f64>), I(Vec<i32>) }
-    let mut held: Vec<Held> = specs.iter().zip(values).map(|(s, v)| {
-        if s.dtype.is_float() { Held::F(v.clone()) } else { Held::I(v.iter().map(|x| if x.is_nan() { -1 } else { *x as i64 as i32 }).collect()) }
-    }).collect();
-    let slots = held.iter_mut().zip(specs).map(|(h, s)| match (h, s.access) {
-        (Held::F(v), Access::Read) => Slot::In(&v[..]),
-        (Held::F(v), _) => Slot::Out(&mut v[..]),
-        (Held::I(v), Access::Read) => Slot::IntIn(&v[..]),
-        (Held::I(v), _) => Slot::IntOut(&mut v[..]),
-    }).collect();
+    enum Held {
+        F(Vec<f64>),
+        I(Vec<i32>),
+    }
+    let mut held: Vec<Held> = specs
+        .iter()
+        .zip(values)
+        .map(|(s, v)| {
+            if s.dtype.is_float() {
+                Held::F(v.clone())
+            } else {
+                Held::I(v.iter().map(|x| if x.is_nan() { -1 } else { *x as i64 as i32 }).collect())
+            }
+        })
+        .collect();
+    let slots = held
+        .iter_mut()
+        .zip(specs)
+        .map(|(h, s)| match (h, s.access) {
+            (Held::F(v), Access::Read) => Slot::In(&v[..]),
+            (Held::F(v), _) => Slot::Out(&mut v[..]),
+            (Held::I(v), Access::Read) => Slot::IntIn(&v[..]),
+            (Held::I(v), _) => Slot::IntOut(&mut v[..]),
+        })
+        .collect();
     op.cpu_f64(&mut CpuArgs::new(op.name(), slots))?;
-    Ok(held.into_iter().map(|h| match h { Held::F(v) => v, Held::I(v) => v.into_iter().map(f64::from).collect() }).collect())
+    Ok(held
+        .into_iter()
+        .map(|h| match h {
+            Held::F(v) => v,
+            Held::I(v) => v.into_iter().map(f64::from).collect(),
+        })
+        .collect())
 }
 
 /// Runs an op once on the device; returns every argument afterwards.
-pub fn on_device(op: Arc<dyn Op>, specs: &[ArgSpec], values: &[Vec<f64>], options: &CudaOptions) -> Result<Vec<Vec<f64>>, DeviceError> {
+pub fn on_device(
+    op: Arc<dyn Op>,
+    specs: &[ArgSpec],
+    values: &[Vec<f64>],
+    options: &CudaOptions,
+) -> Result<Vec<Vec<f64>>, DeviceError> {
     let mut b = Builder::default();
-    let ids: Vec<BufId> = specs.iter().enumerate().map(|(i, s)| {
-        let lifetime = if op.host_sync() && i + 1 == specs.len() { Lifetime::Host } else { Lifetime::StepState };
-        b.buffer(&format!("arg{i}.{}", s.name), s.dtype, &s.shape, lifetime, Init::Poison)
-    }).collect();
+    let ids: Vec<BufId> = specs
+        .iter()
+        .enumerate()
+        .map(|(i, s)| {
+            let lifetime =
+                if op.host_sync() && i + 1 == specs.len() { Lifetime::Host } else { Lifetime::StepState };
+            b.buffer(&format!("arg{i}.{}", s.name), s.dtype, &s.shape, lifetime, Init::Poison)
+        })
+        .collect();
     b.launch_shared(op, &ids);
     let program = b.finish().map_err(DeviceError::internal)?;
     let plan = memory::plan(&program, &[false]);
     let segments = vec![Segment { launches: 0..1, graph: None, label: "op".into() }];
-    let run = RunPlan { eager: ArmPlan { program: Arc::new(program), segments, memory: plan }, graph: None, seed: 1 };
+    let run = RunPlan {
+        eager: ArmPlan { program: Arc::new(program), segments, memory: plan },
+        graph: None,
+        seed: 1,
+    };
     let mut device = CudaExecutor::new(&run, options.clone())?;
     device.reset()?;
     for ((&id, spec), v) in ids.iter().zip(specs).zip(values) {
@@ -118,7 +164,15 @@ pub fn norm_error(got: &[f64], want: &[f64]) -> f64 {
 pub fn check(op: Arc<dyn Op>, seed: u64, options: &CudaOptions) -> Vec<Checked> {
     let specs = op.args();
     let name = format!("{op:?}");
-    let fail = |problem: String| vec![Checked { op: name.clone(), output: "-", error: f64::NAN, tolerance: 0.0, problem: Some(problem) }];
+    let fail = |problem: String| {
+        vec![Checked {
+            op: name.clone(),
+            output: "-",
+            error: f64::NAN,
+            tolerance: 0.0,
+            problem: Some(problem),
+        }]
+    };
     let values = inputs(&*op, &specs, seed);
     let run = || on_device(op.clone(), &specs, &values, options);
     let (got, again) = match (run(), run()) {
@@ -130,14 +184,16 @@ pub fn check(op: Arc<dyn Op>, seed: u64, options: &CudaOptions) -> Vec<Checked> 
         Err(e) => return fail(format!("reference: {e}")),
     };
     let outputs = specs.iter().enumerate().filter(|(_, s)| s.access != Access::Read && !s.is_empty());
-    outputs.map(|(i, s)| {
-        let same = got[i].iter().zip(&again[i]).all(|(a, b)| a.to_bits() == b.to_bits());
-        let (error, tolerance) = if s.dtype.is_float() {
-            (norm_error(&got[i], &want[i]), op.tolerance(i))
-        } else {
-            (got[i].iter().zip(&want[i]).filter(|(a, b)| a != b).count() as f64, 0.0)
-        };
-        let problem = (!same).then(|| "two runs gave different bits".to_string());
-        Checked { op: name.clone(), output: s.name, error, tolerance, problem }
-    }).collect()
+    outputs
+        .map(|(i, s)| {
+            let same = got[i].iter().zip(&again[i]).all(|(a, b)| a.to_bits() == b.to_bits());
+            let (error, tolerance) = if s.dtype.is_float() {
+                (norm_error(&got[i], &want[i]), op.tolerance(i))
+            } else {
+                (got[i].iter().zip(&want[i]).filter(|(a, b)| a != b).count() as f64, 0.0)
+            };
+            let problem = (!same).then(|| "two runs gave different bits".to_string());
+            Checked { op: name.clone(), output: s.name, error, tolerance, problem }
+        })
+        .collect()
 }

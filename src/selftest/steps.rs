@@ -23,6 +23,9 @@ const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
 const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
 const PADDED: &str = "model.moe_token_dispatcher_type=alltoall --use_tokendrop true";
 
+/// One check: what was found, or what is wrong.
+type Check = fn(&CudaOptions) -> Result<String, String>;
+
 pub fn run(log: &mut Log, options: &CudaOptions) {
     let arms = [
         ("llama attn", format!("{LLAMA} --cuda_graph_scope attn {DROPOUT}")),
@@ -31,9 +34,20 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
         ("llama full_iteration", format!("{LLAMA} --cuda_graph_scope full_iteration {DROPOUT}")),
         ("qwen recipe scope", format!("{QWEN} {DROPOUT}")),
         ("qwen attn,moe_router", format!("{QWEN} --cuda_graph_scope attn,moe_router {DROPOUT}")),
-        ("qwen alltoall attn,moe_router,moe_preprocess", format!("{QWEN} model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess {DROPOUT}")),
-        ("qwen padded moe", format!("{QWEN} {PADDED} --cuda_graph_impl transformer_engine --cuda_graph_scope moe {DROPOUT}")),
-        ("qwen padded full_iteration", format!("{QWEN} {PADDED} --cuda_graph_impl local --cuda_graph_scope full_iteration {DROPOUT}")),
+        (
+            "qwen alltoall attn,moe_router,moe_preprocess",
+            format!(
+                "{QWEN} model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess {DROPOUT}"
+            ),
+        ),
+        (
+            "qwen padded moe",
+            format!("{QWEN} {PADDED} --cuda_graph_impl transformer_engine --cuda_graph_scope moe {DROPOUT}"),
+        ),
+        (
+            "qwen padded full_iteration",
+            format!("{QWEN} {PADDED} --cuda_graph_impl local --cuda_graph_scope full_iteration {DROPOUT}"),
+        ),
         ("llama fp32 gradients", format!("{LLAMA} --cuda_graph_scope attn --grad_dtype fp32")),
         ("llama bare stack", format!("{LLAMA} -cp 1 --stack_only --cuda_graph_scope full_iteration")),
     ];
@@ -43,8 +57,12 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
             log.record(&name, equal_arms(line, options).map_err(|e| e.to_string()));
         }
     }
-    let checks: [(&str, fn(&CudaOptions) -> Result<String, String>); 4] =
-        [("fresh random numbers", fresh_numbers), ("replays: a thousand", thousand_replays), ("capture and destroy", no_growth), ("launch cost", host_cost)];
+    let checks: [(&str, Check); 4] = [
+        ("fresh random numbers", fresh_numbers),
+        ("replays: a thousand", thousand_replays),
+        ("capture and destroy", no_growth),
+        ("launch cost", host_cost),
+    ];
     for (name, check) in checks {
         if log.wants(name) {
             log.record(name, check(options));
@@ -79,7 +97,10 @@ fn steps(device: &mut CudaExecutor, arm: Arm, count: usize) -> Result<Trace, Dev
         let step = device.submit(arm)?;
         let done = device.wait(step)?;
         if done.loss.is_some_and(|l| !l.is_finite()) || done.grad_norm.is_some_and(|n| !n.is_finite()) {
-            return Err(DeviceError::Invalid(format!("loss {:?}, gradient norm {:?}", done.loss, done.grad_norm)));
+            return Err(DeviceError::Invalid(format!(
+                "loss {:?}, gradient norm {:?}",
+                done.loss, done.grad_norm
+            )));
         }
         losses.extend(done.loss.map(f32::to_bits));
     }
@@ -98,14 +119,24 @@ fn equal_arms(line: &str, options: &CudaOptions) -> Result<String, DeviceError> 
     device.destroy_graphs()?;
     let losses = [before.losses, after.losses].concat();
     if losses != eager.losses {
-        return Err(DeviceError::Unequal(format!("losses differ: eager {:?}, graph {:?}", floats(&eager.losses), floats(&losses))));
+        return Err(DeviceError::Unequal(format!(
+            "losses differ: eager {:?}, graph {:?}",
+            floats(&eager.losses),
+            floats(&losses)
+        )));
     }
     for (a, b) in eager.digest.iter().zip(&after.digest) {
         if a != b {
             return Err(DeviceError::Unequal(format!("{} differs", a.0)));
         }
     }
-    Ok(format!("{} graphs, {} nodes, {} losses and {} buffers the same bit for bit", cost.graphs, cost.nodes, losses.len(), eager.digest.len()))
+    Ok(format!(
+        "{} graphs, {} nodes, {} losses and {} buffers the same bit for bit",
+        cost.graphs,
+        cost.nodes,
+        losses.len(),
+        eager.digest.len()
+    ))
 }
 
 fn floats(bits: &[u32]) -> Vec<f32> {
@@ -122,7 +153,11 @@ fn fresh_numbers(options: &CudaOptions) -> Result<String, String> {
         (0..2).map(|_| Ok(steps(&mut device, Arm::Graph, 1)?.digest)).collect()
     };
     let digests = run().map_err(|e| e.to_string())?;
-    if digests[0] == digests[1] { Err("two replays gave the same gradients".into()) } else { Ok("two replays differ".into()) }
+    if digests[0] == digests[1] {
+        Err("two replays gave the same gradients".into())
+    } else {
+        Ok("two replays differ".into())
+    }
 }
 
 fn thousand_replays(options: &CudaOptions) -> Result<String, String> {
@@ -160,7 +195,9 @@ fn no_growth(options: &CudaOptions) -> Result<String, String> {
         Ok(first - device.free_memory_mib()?)
     };
     match run() {
-        Ok(growth) if growth <= GROWTH_ALLOWED_MIB => Ok(format!("{ROUNDS} rounds, memory in use grew by {growth:.1} MiB after the first")),
+        Ok(growth) if growth <= GROWTH_ALLOWED_MIB => {
+            Ok(format!("{ROUNDS} rounds, memory in use grew by {growth:.1} MiB after the first"))
+        }
         Ok(growth) => Err(format!("{ROUNDS} rounds took {growth:.1} MiB, {GROWTH_ALLOWED_MIB} allowed")),
         Err(e) => Err(e.to_string()),
     }
@@ -169,6 +206,8 @@ fn no_growth(options: &CudaOptions) -> Result<String, String> {
 fn host_cost(options: &CudaOptions) -> Result<String, String> {
     let (own_us, bare_us) = launch_cost(options).map_err(|e| e.to_string())?;
     let ratio = own_us / bare_us;
-    let text = format!("{own_us:.2} us a launch of our own, {bare_us:.2} us bare, ratio {ratio:.3} ({LAUNCH_COST_ALLOWED} allowed)");
+    let text = format!(
+        "{own_us:.2} us a launch of our own, {bare_us:.2} us bare, ratio {ratio:.3} ({LAUNCH_COST_ALLOWED} allowed)"
+    );
     if ratio <= LAUNCH_COST_ALLOWED { Ok(text) } else { Err(text) }
 }

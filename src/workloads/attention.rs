@@ -22,7 +22,12 @@ struct Dims {
 
 fn dims(cfg: &RunConfig, share: &RankShare) -> Dims {
     let head = cfg.model.kv_channels;
-    Dims { head, q: share.heads * head, kv: share.kv_heads * head, qkv: (share.heads + 2 * share.kv_heads) * head }
+    Dims {
+        head,
+        q: share.heads * head,
+        kv: share.kv_heads * head,
+        qkv: (share.heads + 2 * share.kv_heads) * head,
+    }
 }
 
 /// Residual products are scaled by the depth: std / sqrt(2 layers) (Megatron-Core `scaled_init_method_normal`).
@@ -36,7 +41,11 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<S
     let name = |what: &str| format!("layer{index}.attn.{what}.weight");
     let mut out = vec![
         Spec::ones(name("norm"), m.hidden_size),
-        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(&[(0, d.q), (q_all, d.kv), (q_all + kv_all, d.kv)]),
+        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(&[
+            (0, d.q),
+            (q_all, d.kv),
+            (q_all + kv_all, d.kv),
+        ]),
         Spec::normal(name("proj"), m.hidden_size, d.q, output_std(cfg)).col_block(0, q_all),
     ];
     if m.qk_layernorm {
@@ -69,7 +78,8 @@ impl Stack<'_> {
     fn attn_shape(&mut self, l: usize) -> AttnShape {
         let m = &self.cfg.model;
         let (p, index, seed) = (m.attention_dropout, self.share.layers[l].index, self.model_seed());
-        let dropout = (p > 0.0).then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
+        let dropout = (p > 0.0)
+            .then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
         AttnShape {
             positions: self.positions,
             kv_len: self.positions.seq * self.context_ranks(),
@@ -91,20 +101,31 @@ impl Stack<'_> {
         let y = self.gather_tokens(l, "attn.norm", y, h);
         let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
         self.forward_product(qkv, y, qkv_w.value, t, d.qkv, h, None);
-        let [q, k, v] = [("q", d.q), ("k", d.kv), ("v", d.kv)].map(|(n, width)| self.act(l, &format!("attn.{n}"), &[t, width]));
+        let [q, k, v] = [("q", d.q), ("k", d.kv), ("v", d.kv)]
+            .map(|(n, width)| self.act(l, &format!("attn.{n}"), &[t, width]));
         let mut args = vec![qkv];
         if self.cfg.model.qk_layernorm {
             args.extend([w(self, "q_norm")?.value, w(self, "k_norm")?.value]);
         }
         args.extend([q, k, v]);
         if self.cfg.model.qk_layernorm {
-            args.push(self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.heads + self.share.kv_heads]));
+            args.push(self.act_as(
+                l,
+                "attn.qk_rstd",
+                DType::F32,
+                &[t, self.share.heads + self.share.kv_heads],
+            ));
         }
         self.b.launch(self.rope(), &args);
         let (k, v) = (self.gather_context(l, "k", k, d.kv), self.gather_context(l, "v", v, d.kv));
         let shape = self.attn_shape(l);
         let o = self.act(l, "attn.o", &[t, d.q]);
-        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.heads, self.positions.seq]);
+        let lse = self.act_as(
+            l,
+            "attn.lse",
+            DType::F32,
+            &[self.positions.batch, self.share.heads, self.positions.seq],
+        );
         let mut args = vec![q, k, v];
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
@@ -113,7 +134,12 @@ impl Stack<'_> {
     }
 
     /// Gradient of the layer's input from that of the attention part's output.
-    pub(super) fn attention_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
+    pub(super) fn attention_backward(
+        &mut self,
+        l: usize,
+        x: BufId,
+        dout: BufId,
+    ) -> Result<BufId, WorkloadError> {
         self.b.at(Some(l), Part::Attn, Pass::Backward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
         let index = self.share.layers[l].index;
@@ -130,7 +156,12 @@ impl Stack<'_> {
         let gathered = |n: &str| if ranks > 1 { format!("attn.{n}.context") } else { format!("attn.{n}") };
         let q = self.act(l, "attn.q", &[t, d.q]);
         let [k, v] = ["k", "v"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
-        let lse = self.act_as(l, "attn.lse", DType::F32, &[self.positions.batch, self.share.heads, self.positions.seq]);
+        let lse = self.act_as(
+            l,
+            "attn.lse",
+            DType::F32,
+            &[self.positions.batch, self.share.heads, self.positions.seq],
+        );
         let dq = self.act(l, "attn.dq", &[t, d.q]);
         let [dk, dv] = ["dk", "dv"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
         let shape = self.attn_shape(l);
@@ -145,7 +176,8 @@ impl Stack<'_> {
         let mut args = vec![dq, dk, dv];
         if self.cfg.model.qk_layernorm {
             let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
-            let rstd = self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.heads + self.share.kv_heads]);
+            let rstd =
+                self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.heads + self.share.kv_heads]);
             args.extend([qkv, w(self, "q_norm")?.value, w(self, "k_norm")?.value, rstd]);
         }
         args.push(dqkv);
@@ -178,7 +210,10 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("attn.{n}.context"), &[self.tokens * ranks, cols]);
-        self.b.launch(StandIn { kind: Collective::AllGather, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+        self.b.launch(
+            StandIn { kind: Collective::AllGather, rows: self.tokens, cols, ranks, dtype: DType::Bf16 },
+            &[x, out],
+        );
         out
     }
 
@@ -188,7 +223,10 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("attn.{n}.own"), &[self.tokens, cols]);
-        self.b.launch(StandIn { kind: Collective::ReduceScatter, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+        self.b.launch(
+            StandIn { kind: Collective::ReduceScatter, rows: self.tokens, cols, ranks, dtype: DType::Bf16 },
+            &[x, out],
+        );
         out
     }
 }

@@ -24,7 +24,12 @@ pub(super) fn head_weights(cfg: &RunConfig, share: &RankShare) -> Vec<Spec> {
 
 impl Stack<'_> {
     fn embedding_op(&self) -> EmbeddingFwd {
-        EmbeddingFwd { tokens: self.tokens, vocab: self.share.vocab, vocab_start: 0, hidden: self.cfg.model.hidden_size }
+        EmbeddingFwd {
+            tokens: self.tokens,
+            vocab: self.share.vocab,
+            vocab_start: 0,
+            hidden: self.cfg.model.hidden_size,
+        }
     }
 
     /// Token ids `[tokens]` to `[split_tokens, hidden]`.
@@ -42,7 +47,13 @@ impl Stack<'_> {
         let h = self.cfg.model.hidden_size;
         let table = self.weights.get("embedding.weight")?;
         let dx = self.gather_tokens(0, "embedding.dx", dx, h);
-        let op = EmbeddingBwd { tokens: self.tokens, vocab: self.share.vocab, vocab_start: 0, hidden: h, grad: self.grad_dtype() };
+        let op = EmbeddingBwd {
+            tokens: self.tokens,
+            vocab: self.share.vocab,
+            vocab_start: 0,
+            hidden: h,
+            grad: self.grad_dtype(),
+        };
         self.b.launch(op, &[ids, dx, table.grad]);
         Ok(())
     }
@@ -53,7 +64,12 @@ impl Stack<'_> {
 
     /// Final norm, logits, loss; then back to the gradient of the stack's output.
     /// The loss is the mean over the step's tokens of this rank.
-    pub(super) fn head_and_loss(&mut self, x: BufId, labels: BufId, loss: BufId) -> Result<BufId, WorkloadError> {
+    pub(super) fn head_and_loss(
+        &mut self,
+        x: BufId,
+        labels: BufId,
+        loss: BufId,
+    ) -> Result<BufId, WorkloadError> {
         let (t, h, v) = (self.tokens, self.cfg.model.hidden_size, self.share.vocab);
         let l = self.share.layers.len();
         let (norm_w, head_w) = (self.weights.get("final_norm.weight")?, self.head_weight()?);

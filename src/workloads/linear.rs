@@ -1,8 +1,8 @@
 //! What attention, MLP and experts have in common: norms, products with their gradients, and the
 //! tensor-parallel collectives around them.
 
-use super::weights::Weight;
 use super::Stack;
+use super::weights::Weight;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
@@ -16,13 +16,25 @@ impl Stack<'_> {
         let (tokens, hidden) = (self.split_tokens, self.cfg.model.hidden_size);
         let y = self.act(l, &format!("{name}.out"), &[tokens, hidden]);
         let rstd = self.act_as(l, &format!("{name}.rstd"), DType::F32, &[tokens]);
-        self.b.launch(RmsNormFwd { tokens, hidden, eps: self.cfg.model.layernorm_epsilon }, &[x, weight.value, y, rstd]);
+        self.b.launch(
+            RmsNormFwd { tokens, hidden, eps: self.cfg.model.layernorm_epsilon },
+            &[x, weight.value, y, rstd],
+        );
         (y, rstd)
     }
 
     /// `dx = d(norm)/dx * dy + dres`, and the gradient of the scale.
     #[allow(clippy::too_many_arguments)]
-    pub(super) fn norm_backward(&mut self, l: usize, name: &str, x: BufId, rstd: BufId, weight: Weight, dy: BufId, dres: Option<BufId>) -> BufId {
+    pub(super) fn norm_backward(
+        &mut self,
+        l: usize,
+        name: &str,
+        x: BufId,
+        rstd: BufId,
+        weight: Weight,
+        dy: BufId,
+        dres: Option<BufId>,
+    ) -> BufId {
         let (tokens, hidden) = (self.split_tokens, self.cfg.model.hidden_size);
         let dx = self.act(l, &format!("{name}.dx"), &[tokens, hidden]);
         let rows = partials(tokens);
@@ -36,16 +48,44 @@ impl Stack<'_> {
     }
 
     /// Sums columns `first..first + cols` of `partial [rows, width]` into a main gradient.
-    pub(super) fn column_sum(&mut self, rows: usize, width: usize, first: usize, cols: usize, partial: BufId, grad: BufId) {
+    pub(super) fn column_sum(
+        &mut self,
+        rows: usize,
+        width: usize,
+        first: usize,
+        cols: usize,
+        partial: BufId,
+        grad: BufId,
+    ) {
         let accumulate = self.accumulate == Accumulate::InPlace;
-        self.b.launch(ColumnSum { rows, width, first, cols, out: self.grad_dtype(), accumulate }, &[partial, grad]);
+        self.b.launch(
+            ColumnSum { rows, width, first, cols, out: self.grad_dtype(), accumulate },
+            &[partial, grad],
+        );
     }
 
     /// `out[tokens, n] = x[tokens, k] w[n, k]^T (+ residual)`.
     #[allow(clippy::too_many_arguments)]
-    pub(super) fn forward_product(&mut self, out: BufId, x: BufId, w: BufId, tokens: usize, n: usize, k: usize, residual: Option<BufId>) {
+    pub(super) fn forward_product(
+        &mut self,
+        out: BufId,
+        x: BufId,
+        w: BufId,
+        tokens: usize,
+        n: usize,
+        k: usize,
+        residual: Option<BufId>,
+    ) {
         let accumulate = if residual.is_some() { Accumulate::Residual } else { Accumulate::No };
-        let op = Gemm { m: tokens, n, k, layout: Layout::Nt, batch: 1, out: self.b.program.buffer(out).dtype, accumulate };
+        let op = Gemm {
+            m: tokens,
+            n,
+            k,
+            layout: Layout::Nt,
+            batch: 1,
+            out: self.b.program.buffer(out).dtype,
+            accumulate,
+        };
         let mut args = vec![x, w];
         args.extend(residual);
         args.push(out);
@@ -54,7 +94,16 @@ impl Stack<'_> {
 
     /// `dx[tokens, k] = dy[tokens, n] w[n, k] (+ add)`.
     #[allow(clippy::too_many_arguments)]
-    pub(super) fn data_gradient(&mut self, dx: BufId, dy: BufId, w: BufId, tokens: usize, n: usize, k: usize, add: Option<BufId>) {
+    pub(super) fn data_gradient(
+        &mut self,
+        dx: BufId,
+        dy: BufId,
+        w: BufId,
+        tokens: usize,
+        n: usize,
+        k: usize,
+        add: Option<BufId>,
+    ) {
         let accumulate = if add.is_some() { Accumulate::Residual } else { Accumulate::No };
         let op = Gemm { m: tokens, n: k, k: n, layout: Layout::Nn, batch: 1, out: DType::Bf16, accumulate };
         let mut args = vec![dy, w];
@@ -64,8 +113,24 @@ impl Stack<'_> {
     }
 
     /// `grad[n, k] (+)= dy[tokens, n]^T x[tokens, k]`, into the main gradient.
-    pub(super) fn weight_gradient(&mut self, grad: BufId, dy: BufId, x: BufId, tokens: usize, n: usize, k: usize) {
-        let op = Gemm { m: n, n: k, k: tokens, layout: Layout::Tn, batch: 1, out: self.grad_dtype(), accumulate: self.accumulate };
+    pub(super) fn weight_gradient(
+        &mut self,
+        grad: BufId,
+        dy: BufId,
+        x: BufId,
+        tokens: usize,
+        n: usize,
+        k: usize,
+    ) {
+        let op = Gemm {
+            m: n,
+            n: k,
+            k: tokens,
+            layout: Layout::Tn,
+            batch: 1,
+            out: self.grad_dtype(),
+            accumulate: self.accumulate,
+        };
         self.b.launch(op, &[dy, x, grad]);
     }
 
@@ -80,7 +145,16 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("{name}.gathered"), &[self.tokens, cols]);
-        self.b.launch(StandIn { kind: Collective::AllGather, rows: self.split_tokens, cols, ranks: self.cfg.parallel.tp, dtype: DType::Bf16 }, &[x, out]);
+        self.b.launch(
+            StandIn {
+                kind: Collective::AllGather,
+                rows: self.split_tokens,
+                cols,
+                ranks: self.cfg.parallel.tp,
+                dtype: DType::Bf16,
+            },
+            &[x, out],
+        );
         out
     }
 
@@ -90,11 +164,23 @@ impl Stack<'_> {
         let ranks = self.cfg.parallel.tp;
         if self.split() {
             let out = self.act(l, &format!("{name}.reduced"), &[self.split_tokens, cols]);
-            self.b.launch(StandIn { kind: Collective::ReduceScatter, rows: self.split_tokens, cols, ranks, dtype: DType::Bf16 }, &[x, out]);
+            self.b.launch(
+                StandIn {
+                    kind: Collective::ReduceScatter,
+                    rows: self.split_tokens,
+                    cols,
+                    ranks,
+                    dtype: DType::Bf16,
+                },
+                &[x, out],
+            );
             return out;
         }
         if ranks > 1 && !self.cfg.stack_only {
-            self.b.launch(StandIn { kind: Collective::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 }, &[x]);
+            self.b.launch(
+                StandIn { kind: Collective::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 },
+                &[x],
+            );
         }
         x
     }
@@ -107,12 +193,24 @@ impl Stack<'_> {
     fn hidden_dropout(&mut self, l: usize, name: &str) -> Dropout {
         let seed = self.model_seed();
         let index = self.share.layers[l].index;
-        Dropout { p: self.cfg.model.hidden_dropout, rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed) }
+        Dropout {
+            p: self.cfg.model.hidden_dropout,
+            rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed),
+        }
     }
 
     /// The product that ends a part, with the residual: `residual + dropout(reduce(x w^T))`.
     #[allow(clippy::too_many_arguments)]
-    pub(super) fn closing_product(&mut self, l: usize, name: &str, x: BufId, w: BufId, n: usize, k: usize, residual: BufId) -> BufId {
+    pub(super) fn closing_product(
+        &mut self,
+        l: usize,
+        name: &str,
+        x: BufId,
+        w: BufId,
+        n: usize,
+        k: usize,
+        residual: BufId,
+    ) -> BufId {
         let out = self.act(l, &format!("{name}.residual_out"), &[self.split_tokens, n]);
         if self.residual_rides() {
             self.forward_product(out, x, w, self.tokens, n, k, Some(residual));

@@ -20,7 +20,8 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<S
 pub(super) fn gated(cfg: &RunConfig, prefix: &str, f: usize, whole: usize) -> Vec<Spec> {
     let m = &cfg.model;
     vec![
-        Spec::normal(format!("{prefix}.fc1.weight"), 2 * f, m.hidden_size, m.init_method_std).row_blocks(&[(0, f), (whole, f)]),
+        Spec::normal(format!("{prefix}.fc1.weight"), 2 * f, m.hidden_size, m.init_method_std)
+            .row_blocks(&[(0, f), (whole, f)]),
         Spec::normal(format!("{prefix}.fc2.weight"), m.hidden_size, f, output_std(cfg)).col_block(0, whole),
     ]
 }
@@ -54,7 +55,13 @@ impl Stack<'_> {
     }
 
     /// `silu(gate) * up` of `y fc1^T`: `[tokens, ffn]`.
-    pub(super) fn gated_forward(&mut self, l: usize, prefix: &str, y: BufId, f: usize) -> Result<BufId, WorkloadError> {
+    pub(super) fn gated_forward(
+        &mut self,
+        l: usize,
+        prefix: &str,
+        y: BufId,
+        f: usize,
+    ) -> Result<BufId, WorkloadError> {
         let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].index);
         let fc1 = self.weights.get(&format!("layer{index}.{prefix}.fc1.weight"))?;
         let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
@@ -66,7 +73,15 @@ impl Stack<'_> {
 
     /// Gradients of a gated MLP from that of its output; returns `dy (+ add)`, `[tokens, hidden]`.
     #[allow(clippy::too_many_arguments)]
-    pub(super) fn gated_backward(&mut self, l: usize, prefix: &str, y: BufId, dout: BufId, f: usize, add: Option<BufId>) -> Result<BufId, WorkloadError> {
+    pub(super) fn gated_backward(
+        &mut self,
+        l: usize,
+        prefix: &str,
+        y: BufId,
+        dout: BufId,
+        f: usize,
+        add: Option<BufId>,
+    ) -> Result<BufId, WorkloadError> {
         let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].index);
         let weight = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.{prefix}.{what}.weight"));
         let (fc1, fc2) = (weight(self, "fc1")?, weight(self, "fc2")?);

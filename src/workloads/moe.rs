@@ -26,7 +26,8 @@ use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Result<Vec<Spec>, WorkloadError> {
     let m = &cfg.model;
-    let moe = m.moe.as_ref().ok_or_else(|| WorkloadError::Internal("an expert layer without experts".into()))?;
+    let moe =
+        m.moe.as_ref().ok_or_else(|| WorkloadError::Internal("an expert layer without experts".into()))?;
     let (local, f) = (share.experts, share.expert_ffn);
     let name = |what: &str| format!("layer{index}.moe.{what}.weight");
     let mut out = vec![
@@ -34,7 +35,12 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
         Spec::normal(name("router"), moe.num_experts, m.hidden_size, m.init_method_std),
     ];
     if let Some(width) = moe.shared_expert_intermediate_size {
-        out.extend(gated(cfg, &format!("layer{index}.moe.shared"), share.shared_expert_ffn.unwrap_or(0), width));
+        out.extend(gated(
+            cfg,
+            &format!("layer{index}.moe.shared"),
+            share.shared_expert_ffn.unwrap_or(0),
+            width,
+        ));
     }
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
     out.push(Spec::normal(name("experts.fc1"), local * 2 * f, m.hidden_size, m.init_method_std).expert());
@@ -72,7 +78,8 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
     let (t, local, topk) = (s.split_tokens, s.share.experts, moe.router_topk);
     let bins = if two_sorts { moe.num_experts } else { local };
     // Megatron-Core `get_capacity`: ceil(tokens * topk / experts * factor), here of the bins that are sorted into.
-    let capacity = moe.capacity_factor.map(|factor| ((t * topk) as f64 / bins as f64 * factor).ceil() as usize);
+    let capacity =
+        moe.capacity_factor.map(|factor| ((t * topk) as f64 / bins as f64 * factor).ceil() as usize);
     let padded = capacity.is_some() && moe.pad_to_capacity;
     let rank_rows = moe.rank_capacity_factor.map(|factor| ((t * topk) as f64 * factor).ceil() as usize);
     // One process receives exactly the rows it sends, so a bound above 1 reserves nothing more here.
@@ -101,7 +108,11 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
 
 impl Stack<'_> {
     fn moe(&self) -> Result<&'_ Moe, WorkloadError> {
-        self.cfg.model.moe.as_ref().ok_or_else(|| WorkloadError::Internal("an expert layer without experts".into()))
+        self.cfg
+            .model
+            .moe
+            .as_ref()
+            .ok_or_else(|| WorkloadError::Internal("an expert layer without experts".into()))
     }
 
     fn moe_weight(&self, l: usize, what: &str) -> Result<Weight, WorkloadError> {
@@ -115,7 +126,8 @@ impl Stack<'_> {
             Routing::Balanced | Routing::Skewed => true,
         };
         let seed = super::PIPELINE_SEED * self.cfg.parallel.pp_rank as u32;
-        let rng: Option<Rng> = forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
+        let rng: Option<Rng> =
+            forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
         Ok(RouterFwd {
             tokens: self.split_tokens,
             experts: moe.num_experts,
@@ -163,14 +175,25 @@ impl Stack<'_> {
         let dest = self.act_as(l, "moe.dest", DType::I32, &[d.t * d.topk]);
         let src = self.act_as(l, "moe.src", DType::I32, &[d.rows]);
         let fault = self.overflow_word(l);
-        let sort = MoeSort { tokens: d.t, topk: d.topk, experts: d.bins, modulo: !d.two_sorts, capacity: d.capacity, rows: d.rows };
+        let sort = MoeSort {
+            tokens: d.t,
+            topk: d.topk,
+            experts: d.bins,
+            modulo: !d.two_sorts,
+            capacity: d.capacity,
+            rows: d.rows,
+        };
         self.b.launch(sort, &[index, probs, offsets, dest, src, fault]);
         if d.flex {
             self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
             self.counts_to_host(l, &d, offsets);
         }
-        let (mut rows, mut row_probs) = (self.act(l, "moe.rows", &[d.rows, d.h]), self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]));
-        self.b.launch(GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: true }, &[y, src, probs, rows, row_probs]);
+        let (mut rows, mut row_probs) =
+            (self.act(l, "moe.rows", &[d.rows, d.h]), self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]));
+        self.b.launch(
+            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: true },
+            &[y, src, probs, rows, row_probs],
+        );
 
         self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
         let mut local_offsets = offsets;
@@ -178,19 +201,32 @@ impl Stack<'_> {
             self.counts_to_host(l, &d, offsets);
         }
         if d.two_sorts {
-            let (sent, sent_probs) = (self.all_to_all(l, "moe.rows", rows, DType::Bf16, d.rows, d.h), self.all_to_all(l, "moe.row_probs", row_probs, DType::F32, d.rows, 1));
-            let [map, inverse] = ["moe.chunk_src", "moe.chunk_dest"].map(|n| self.act_as(l, n, DType::I32, &[d.rows]));
+            let (sent, sent_probs) = (
+                self.all_to_all(l, "moe.rows", rows, DType::Bf16, d.rows, d.h),
+                self.all_to_all(l, "moe.row_probs", row_probs, DType::F32, d.rows, 1),
+            );
+            let [map, inverse] =
+                ["moe.chunk_src", "moe.chunk_dest"].map(|n| self.act_as(l, n, DType::I32, &[d.rows]));
             local_offsets = self.act_as(l, "moe.local_offsets", DType::I32, &[d.local + 1]);
-            self.b.launch(ChunkMap { experts: d.experts, local: d.local, rows: d.rows }, &[offsets, local_offsets, map, inverse]);
+            self.b.launch(
+                ChunkMap { experts: d.experts, local: d.local, rows: d.rows },
+                &[offsets, local_offsets, map, inverse],
+            );
             rows = self.act(l, "moe.sorted", &[d.rows, d.h]);
             row_probs = self.act_as(l, "moe.sorted_probs", DType::F32, &[d.rows]);
-            self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: true }, &[sent, map, sent_probs, rows, row_probs]);
+            self.b.launch(
+                GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: true },
+                &[sent, map, sent_probs, rows, row_probs],
+            );
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]);
         self.expert_product(&d, local_offsets, rows, fc1.value, gate_up, 2 * d.f, d.h, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
-        self.b.launch(SwigluFwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local }, &[gate_up, row_probs, local_offsets, act]);
+        self.b.launch(
+            SwigluFwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local },
+            &[gate_up, row_probs, local_offsets, act],
+        );
         let mut out_rows = self.act(l, "moe.out_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
         if d.two_sorts {
@@ -200,10 +236,26 @@ impl Stack<'_> {
     }
 
     /// Sum over the chosen experts, the shared expert and the residual.
-    fn combine(&mut self, l: usize, d: &Dims, rows: BufId, dest: BufId, x: BufId, shared: Option<BufId>) -> Result<BufId, WorkloadError> {
+    fn combine(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        rows: BufId,
+        dest: BufId,
+        x: BufId,
+        shared: Option<BufId>,
+    ) -> Result<BufId, WorkloadError> {
         let dropped = self.cfg.model.hidden_dropout > 0.0;
         let sum = self.act(l, if dropped { "moe.sum" } else { "moe.residual_out" }, &[d.t, d.h]);
-        let op = CombineRows { tokens: d.t, topk: d.topk, rows: d.rows, hidden: d.h, residual: !dropped, shared: shared.is_some(), dprobs: false };
+        let op = CombineRows {
+            tokens: d.t,
+            topk: d.topk,
+            rows: d.rows,
+            hidden: d.h,
+            residual: !dropped,
+            shared: shared.is_some(),
+            dprobs: false,
+        };
         let mut args = vec![rows, dest];
         args.extend((!dropped).then_some(x));
         args.extend(shared);
@@ -222,12 +274,17 @@ impl Stack<'_> {
         let d = dims(self, &moe);
         self.b.at(Some(l), Part::MoeExperts, Pass::Backward);
         let dsum = self.dropout_gradient(l, "moe", dout);
-        let [dest, src] = [("moe.dest", d.t * d.topk), ("moe.src", d.rows)].map(|(n, len)| self.act_as(l, n, DType::I32, &[len]));
+        let [dest, src] = [("moe.dest", d.t * d.topk), ("moe.src", d.rows)]
+            .map(|(n, len)| self.act_as(l, n, DType::I32, &[len]));
         let offsets = self.act_as(l, "moe.offsets", DType::I32, &[d.bins + 1]);
         let mut drows = self.act(l, "moe.drows", &[d.rows, d.h]);
-        self.b.launch(GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: false }, &[dsum, src, drows]);
+        self.b.launch(
+            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: false },
+            &[dsum, src, drows],
+        );
         let mut local_offsets = offsets;
-        let (mut rows, mut row_probs) = (self.act(l, "moe.rows", &[d.rows, d.h]), self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]));
+        let (mut rows, mut row_probs) =
+            (self.act(l, "moe.rows", &[d.rows, d.h]), self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]));
         if d.two_sorts {
             local_offsets = self.act_as(l, "moe.local_offsets", DType::I32, &[d.local + 1]);
             rows = self.act(l, "moe.sorted", &[d.rows, d.h]);
@@ -235,16 +292,23 @@ impl Stack<'_> {
             let sent = self.all_to_all(l, "moe.drows", drows, DType::Bf16, d.rows, d.h);
             let map = self.act_as(l, "moe.chunk_src", DType::I32, &[d.rows]);
             drows = self.act(l, "moe.dsorted", &[d.rows, d.h]);
-            self.b.launch(GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: false }, &[sent, map, drows]);
+            self.b.launch(
+                GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: false },
+                &[sent, map, drows],
+            );
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
-        let (act, gate_up) = (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]));
+        let (act, gate_up) =
+            (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]));
         let dact = self.act(l, "moe.dact", &[d.rows, d.f]);
         self.expert_product(&d, local_offsets, drows, fc2.value, dact, d.f, d.h, Layout::Nn)?;
         self.expert_product(&d, local_offsets, drows, act, fc2.grad, d.h, d.f, Layout::Tn)?;
         let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, 2 * d.f]);
         let mut drow_probs = self.act_as(l, "moe.drow_probs", DType::F32, &[d.rows]);
-        self.b.launch(SwigluBwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local }, &[gate_up, dact, row_probs, local_offsets, dgate_up, drow_probs]);
+        self.b.launch(
+            SwigluBwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local },
+            &[gate_up, dact, row_probs, local_offsets, dgate_up, drow_probs],
+        );
         self.expert_product(&d, local_offsets, dgate_up, rows, fc1.grad, 2 * d.f, d.h, Layout::Tn)?;
         let mut dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, 2 * d.f, Layout::Nn)?;
@@ -258,7 +322,15 @@ impl Stack<'_> {
         }
         let dy_experts = self.act(l, "moe.dy_experts", &[d.t, d.h]);
         let dprobs = self.act_as(l, "moe.dprobs", DType::F32, &[d.t, d.topk]);
-        let op = CombineRows { tokens: d.t, topk: d.topk, rows: d.rows, hidden: d.h, residual: false, shared: false, dprobs: true };
+        let op = CombineRows {
+            tokens: d.t,
+            topk: d.topk,
+            rows: d.rows,
+            hidden: d.h,
+            residual: false,
+            shared: false,
+            dprobs: true,
+        };
         self.b.launch(op, &[dx_rows, dest, drow_probs, dy_experts, dprobs]);
 
         self.b.at(Some(l), Part::MoeRouter, Pass::Backward);
@@ -307,7 +379,14 @@ impl Stack<'_> {
         Ok(Some(self.reduce_tokens(l, "moe.shared.out", out, h)))
     }
 
-    fn shared_backward(&mut self, l: usize, moe: &Moe, y: BufId, dout: BufId, dy: BufId) -> Result<BufId, WorkloadError> {
+    fn shared_backward(
+        &mut self,
+        l: usize,
+        moe: &Moe,
+        y: BufId,
+        dout: BufId,
+        dy: BufId,
+    ) -> Result<BufId, WorkloadError> {
         if moe.shared_expert_intermediate_size.is_none() {
             return Ok(dy);
         }
@@ -321,14 +400,27 @@ impl Stack<'_> {
         let dy_shared = self.reduce_tokens(l, "moe.shared.dy", dy_shared, h);
         let sum = self.act(l, "moe.dy_sum", &[self.split_tokens, h]);
         let none = crate::ops::dropout::Dropout { p: 0.0, rng: self.b.rng("none", 0) };
-        self.b.launch(crate::ops::dropout::DropoutAddFwd { len: self.split_tokens * h, dropout: none }, &[dy_shared, dy, self.words, sum]);
+        self.b.launch(
+            crate::ops::dropout::DropoutAddFwd { len: self.split_tokens * h, dropout: none },
+            &[dy_shared, dy, self.words, sum],
+        );
         Ok(sum)
     }
 
     /// Products of all local experts. `Nt`: out[rows, n] = a[rows, k] w[e][n, k]^T; `Nn`: out[rows, n] = a[rows, k] w[e][k, n];
     /// `Tn`: out[e][n, k] (+)= a_e[rows, n]^T b_e[rows, k].
     #[allow(clippy::too_many_arguments)]
-    fn expert_product(&mut self, d: &Dims, offsets: BufId, a: BufId, b: BufId, out: BufId, n: usize, k: usize, layout: Layout) -> Result<(), WorkloadError> {
+    fn expert_product(
+        &mut self,
+        d: &Dims,
+        offsets: BufId,
+        a: BufId,
+        b: BufId,
+        out: BufId,
+        n: usize,
+        k: usize,
+        layout: Layout,
+    ) -> Result<(), WorkloadError> {
         let dtype = self.b.program.buffer(out).dtype;
         let accumulate = if layout == Layout::Tn { self.accumulate } else { Accumulate::No };
         if d.padded {
@@ -339,9 +431,19 @@ impl Stack<'_> {
             return Ok(());
         }
         if self.moe()?.expert_gemm == ExpertGemm::PerExpert {
-            return Err(WorkloadError::Unsupported("--expert_gemm per_expert is not built yet; use --expert_gemm grouped".into()));
+            return Err(WorkloadError::Unsupported(
+                "--expert_gemm per_expert is not built yet; use --expert_gemm grouped".into(),
+            ));
         }
-        let op = GroupedGemm { experts: d.local, rows: d.rows, n, k, layout, out: dtype, accumulate: accumulate == Accumulate::InPlace };
+        let op = GroupedGemm {
+            experts: d.local,
+            rows: d.rows,
+            n,
+            k,
+            layout,
+            out: dtype,
+            accumulate: accumulate == Accumulate::InPlace,
+        };
         self.b.launch(op, &[offsets, a, b, out]);
         Ok(())
     }
@@ -351,19 +453,43 @@ impl Stack<'_> {
         if !d.host_counts || self.cfg.stack_only {
             return;
         }
-        let host = self.b.buffer(&format!("l{l}.moe.host_counts"), DType::I32, &[d.bins + 1], Lifetime::Host, Init::Const { value: 0.0 });
+        let host = self.b.buffer(
+            &format!("l{l}.moe.host_counts"),
+            DType::I32,
+            &[d.bins + 1],
+            Lifetime::Host,
+            Init::Const { value: 0.0 },
+        );
         self.b.launch(CountsToHost { len: d.bins + 1 }, &[offsets, host]);
     }
 
-    fn all_to_all(&mut self, l: usize, name: &str, x: BufId, dtype: DType, rows: usize, cols: usize) -> BufId {
+    fn all_to_all(
+        &mut self,
+        l: usize,
+        name: &str,
+        x: BufId,
+        dtype: DType,
+        rows: usize,
+        cols: usize,
+    ) -> BufId {
         let shape: &[usize] = if cols == 1 { &[rows] } else { &[rows, cols] };
         let out = self.act_as(l, &format!("{name}.received"), dtype, shape);
-        self.b.launch(StandIn { kind: Collective::AllToAll, rows, cols, ranks: self.cfg.parallel.ep, dtype }, &[x, out]);
+        self.b.launch(
+            StandIn { kind: Collective::AllToAll, rows, cols, ranks: self.cfg.parallel.ep, dtype },
+            &[x, out],
+        );
         out
     }
 
     /// Sorted rows, and one number a row, back into the order they came in, and back to their senders.
-    fn unsort_and_return(&mut self, l: usize, d: &Dims, name: &str, rows: BufId, scalars: Option<BufId>) -> (BufId, Option<BufId>) {
+    fn unsort_and_return(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        name: &str,
+        rows: BufId,
+        scalars: Option<BufId>,
+    ) -> (BufId, Option<BufId>) {
         let inverse = self.act_as(l, "moe.chunk_dest", DType::I32, &[d.rows]);
         let unsorted = self.act(l, &format!("{name}.unsorted"), &[d.rows, d.h]);
         let op = GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: scalars.is_some() };
@@ -381,7 +507,13 @@ impl Stack<'_> {
     /// Set when more rows arrive than the buffers hold: one word a layer, in one buffer.
     fn overflow_word(&mut self, l: usize) -> BufId {
         let layers = self.share.layers.len();
-        let all = self.b.buffer("moe.overflow", DType::I32, &[layers], Lifetime::StepState, Init::Const { value: 0.0 });
+        let all = self.b.buffer(
+            "moe.overflow",
+            DType::I32,
+            &[layers],
+            Lifetime::StepState,
+            Init::Const { value: 0.0 },
+        );
         let name = format!("l{l}.moe.overflow");
         if let Some(id) = self.b.find(&name) {
             return id;

@@ -32,7 +32,9 @@ impl Stack<'_> {
         while at < len {
             let n = BUCKET_ELEMENTS.min(len - at);
             let bucket_name = format!("{name}.bucket{at}");
-            let bucket = self.b.find(&bucket_name).unwrap_or_else(|| self.b.view(&bucket_name, whole, at, &[n], Init::Inherit, Shard::default()));
+            let bucket = self.b.find(&bucket_name).unwrap_or_else(|| {
+                self.b.view(&bucket_name, whole, at, &[n], Init::Inherit, Shard::default())
+            });
             self.b.launch(StandIn { kind: Collective::InPlace, rows: 1, cols: n, ranks, dtype }, &[bucket]);
             at += n;
         }
@@ -48,23 +50,48 @@ impl Stack<'_> {
         for (i, flat) in flats.iter().enumerate() {
             let n = flat.len / flat.ranks;
             let name = self.b.program.buffer(flat.grads).name.clone();
-            let grads = self.b.view(&format!("{name}.shard"), flat.grads, 0, &[n], Init::Inherit, Shard::default());
-            let sums = self.b.view(&format!("{name}.norm_partial"), partial, i * NORM_PARTIALS, &[NORM_PARTIALS], Init::Inherit, Shard::default());
-            self.b.launch(GradNormPartial { len: n, dtype: self.grad_dtype(), partials: NORM_PARTIALS }, &[grads, sums]);
+            let grads =
+                self.b.view(&format!("{name}.shard"), flat.grads, 0, &[n], Init::Inherit, Shard::default());
+            let sums = self.b.view(
+                &format!("{name}.norm_partial"),
+                partial,
+                i * NORM_PARTIALS,
+                &[NORM_PARTIALS],
+                Init::Inherit,
+                Shard::default(),
+            );
+            self.b.launch(
+                GradNormPartial { len: n, dtype: self.grad_dtype(), partials: NORM_PARTIALS },
+                &[grads, sums],
+            );
             shards.push((*flat, grads, n));
         }
-        let norm = self.b.buffer("grad_norm", DType::F32, &[1], Lifetime::StepState, Init::Const { value: 0.0 });
+        let norm =
+            self.b.buffer("grad_norm", DType::F32, &[1], Lifetime::StepState, Init::Const { value: 0.0 });
         let scale = self.b.activation("optimizer.clip_scale", DType::F32, &[1]);
-        self.b.launch(GradNormFinish { partials: NORM_PARTIALS * flats.len(), clip: o.clip_grad }, &[partial, norm, scale]);
+        self.b.launch(
+            GradNormFinish { partials: NORM_PARTIALS * flats.len(), clip: o.clip_grad },
+            &[partial, norm, scale],
+        );
         self.b.program.grad_norm = Some(norm);
         for (flat, grads, n) in shards {
             let name = self.b.program.buffer(flat.values).name.clone();
-            let state = |s: &mut Self, what: &str, init: Init| s.b.buffer(&format!("{name}.{what}"), DType::F32, &[n], Lifetime::OptimizerState, init);
+            let state = |s: &mut Self, what: &str, init: Init| {
+                s.b.buffer(&format!("{name}.{what}"), DType::F32, &[n], Lifetime::OptimizerState, init)
+            };
             let master = state(self, "master", Init::CopyOf { source: flat.values, offset: 0 });
             let m = state(self, "exp_avg", Init::Const { value: 0.0 });
             let v = state(self, "exp_avg_sq", Init::Const { value: 0.0 });
-            let own = self.b.view(&format!("{name}.shard"), flat.values, 0, &[n], Init::Inherit, Shard::default());
-            let op = Adam { len: n, grad: self.grad_dtype(), beta1: o.beta1, beta2: o.beta2, eps: o.eps, weight_decay: o.weight_decay };
+            let own =
+                self.b.view(&format!("{name}.shard"), flat.values, 0, &[n], Init::Inherit, Shard::default());
+            let op = Adam {
+                len: n,
+                grad: self.grad_dtype(),
+                beta1: o.beta1,
+                beta2: o.beta2,
+                eps: o.eps,
+                weight_decay: o.weight_decay,
+            };
             self.b.launch(op, &[grads, scale, self.words, master, m, v, own]);
             self.in_place_buckets(flat.values, flat.len, flat.ranks);
             self.b.program.digest.extend([master, m, v]);

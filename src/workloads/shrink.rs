@@ -91,6 +91,15 @@ fn summary(cfg: &RunConfig) -> String {
     let experts = m.moe.as_ref().map_or(String::new(), |e| format!(", {} experts", e.num_experts));
     format!(
         "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} cp {} ep {} dp {}",
-        m.layers.len(), m.hidden_size, m.num_attention_heads, cfg.batch.seq_length, m.vocab_size, p.tp, p.pp, p.cp, p.ep, p.dp
+        m.layers.len(),
+        m.hidden_size,
+        m.num_attention_heads,
+        cfg.batch.seq_length,
+        m.vocab_size,
+        p.tp,
+        p.pp,
+        p.cp,
+        p.ep,
+        p.dp
     )
 }

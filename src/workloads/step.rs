@@ -36,12 +36,17 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
         Positions::whole(batch, share.seq)
     };
     let tokens = batch * share.seq;
-    let split_tokens = if p.tp > 1 && p.sequence_parallel && !cfg.stack_only { tokens / p.tp } else { tokens };
+    let split_tokens =
+        if p.tp > 1 && p.sequence_parallel && !cfg.stack_only { tokens / p.tp } else { tokens };
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
     let weights = Weights::declare(&mut b, cfg, share, grad_dtype)?;
     let mut s = Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate };
-    if cfg.stack_only { s.bare_stack()? } else { s.full_step()? }
+    if cfg.stack_only {
+        s.bare_stack()?
+    } else {
+        s.full_step()?
+    }
     s.b.finish().map_err(WorkloadError::Internal)
 }
 
@@ -69,7 +74,9 @@ impl Stack<'_> {
     fn backward(&mut self, mut dx: BufId, mut inputs: Vec<BufId>) -> Result<BufId, WorkloadError> {
         for (l, &LocalLayer { kind, .. }) in self.share.layers.iter().enumerate().rev() {
             for sublayer in sublayers(kind)?.iter().rev() {
-                let x = inputs.pop().ok_or_else(|| WorkloadError::Internal("more backward than forward parts".into()))?;
+                let x = inputs
+                    .pop()
+                    .ok_or_else(|| WorkloadError::Internal("more backward than forward parts".into()))?;
                 dx = match sublayer {
                     Sublayer::Attention => self.attention_backward(l, x, dx)?,
                     Sublayer::Mlp => self.mlp_backward(l, x, dx)?,
@@ -83,7 +90,9 @@ impl Stack<'_> {
     /// `--stack_only`: the layers alone, inputs and output gradients given, gradients written once.
     fn bare_stack(&mut self) -> Result<(), WorkloadError> {
         let shape = [self.split_tokens, self.cfg.model.hidden_size];
-        let given = |s: &mut Self, name: &str, std: f64| s.b.buffer(name, DType::Bf16, &shape, Lifetime::Constant, Init::Normal { std });
+        let given = |s: &mut Self, name: &str, std: f64| {
+            s.b.buffer(name, DType::Bf16, &shape, Lifetime::Constant, Init::Normal { std })
+        };
         let x = given(self, "stack.input", GIVEN_INPUT_STD);
         let dout = given(self, "stack.output_grad", GIVEN_GRADIENT_STD);
         let (out, inputs) = self.forward(x)?;
@@ -138,18 +147,30 @@ impl Stack<'_> {
             let shape = [s.split_tokens, s.cfg.model.hidden_size];
             let out = s.b.activation(&format!("{what}.mb{mb}"), DType::Bf16, &shape);
             let rng = s.b.rng(&format!("given.{what}"), 0);
-            s.b.launch(RandomFill { len: shape[0] * shape[1], std, rng, dtype: DType::Bf16 }, &[s.words, out]);
+            s.b.launch(
+                RandomFill { len: shape[0] * shape[1], std, rng, dtype: DType::Bf16 },
+                &[s.words, out],
+            );
             out
         };
         let mut given = Given { ids: None, labels: None, input: None, gradient: None };
         if self.share.has_embedding || self.share.has_loss {
             // They outlive the step, small as they are: static inputs of a full-iteration graph, read by --dump.
             let [ids, labels] = ["ids", "labels"].map(|n| {
-                self.b.buffer(&format!("{n}.mb{mb}"), DType::I32, &[tokens], Lifetime::StepState, Init::Const { value: 0.0 })
+                self.b.buffer(
+                    &format!("{n}.mb{mb}"),
+                    DType::I32,
+                    &[tokens],
+                    Lifetime::StepState,
+                    Init::Const { value: 0.0 },
+                )
             });
             let rng = self.b.rng("tokens", 0);
             // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
-            self.b.launch(TokenGen { positions: self.positions, vocab: self.share.vocab, rng }, &[self.words, ids, labels]);
+            self.b.launch(
+                TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
+                &[self.words, ids, labels],
+            );
             (given.ids, given.labels) = (Some(ids), Some(labels));
         }
         if !self.share.has_embedding {

@@ -30,7 +30,14 @@ impl Spec {
     }
     /// The scale of a norm.
     pub fn ones(name: String, len: usize) -> Self {
-        Self { name, rows: 1, cols: len, init: Init::Const { value: 1.0 }, shard: Shard::default(), expert: false }
+        Self {
+            name,
+            rows: 1,
+            cols: len,
+            init: Init::Const { value: 1.0 },
+            shard: Shard::default(),
+            expert: false,
+        }
     }
     /// Local row blocks (first global row, rows).
     pub fn row_blocks(mut self, blocks: &[(usize, usize)]) -> Self {
@@ -73,7 +80,12 @@ pub struct Weights {
 
 impl Weights {
     /// Declares every weight of the rank.
-    pub fn declare(b: &mut Builder, cfg: &RunConfig, share: &RankShare, grad_dtype: DType) -> Result<Self, WorkloadError> {
+    pub fn declare(
+        b: &mut Builder,
+        cfg: &RunConfig,
+        share: &RankShare,
+        grad_dtype: DType,
+    ) -> Result<Self, WorkloadError> {
         let mut specs = Vec::new();
         if share.has_embedding && !cfg.stack_only {
             specs.push(head::embedding_weight(cfg, share));
@@ -102,15 +114,24 @@ impl Weights {
             }
             let label = if expert { "experts" } else { "dense" };
             let padded = |s: &Spec| (s.rows * s.cols).next_multiple_of(WEIGHT_ALIGNMENT);
-            let len = mine.iter().map(|s| padded(s)).sum::<usize>().next_multiple_of(WEIGHT_ALIGNMENT * ranks);
+            let len =
+                mine.iter().map(|s| padded(s)).sum::<usize>().next_multiple_of(WEIGHT_ALIGNMENT * ranks);
             let zero = Init::Const { value: 0.0 };
-            let values = b.buffer(&format!("{label}.weights"), DType::Bf16, &[len], Lifetime::Weight, zero.clone());
-            let grads = b.buffer(&format!("{label}.main_grads"), grad_dtype, &[len], Lifetime::MainGrad, zero.clone());
+            let values =
+                b.buffer(&format!("{label}.weights"), DType::Bf16, &[len], Lifetime::Weight, zero.clone());
+            let grads = b.buffer(
+                &format!("{label}.main_grads"),
+                grad_dtype,
+                &[len],
+                Lifetime::MainGrad,
+                zero.clone(),
+            );
             let mut at = 0;
             for s in mine {
                 let shape = [s.rows, s.cols];
                 let value = b.view(&s.name, values, at, &shape, s.init.clone(), s.shard.clone());
-                let grad = b.view(&format!("{}.grad", s.name), grads, at, &shape, Init::Inherit, Shard::default());
+                let grad =
+                    b.view(&format!("{}.grad", s.name), grads, at, &shape, Init::Inherit, Shard::default());
                 out.by_name.insert(s.name.clone(), Weight { value, grad });
                 at += padded(s);
             }
@@ -120,6 +141,9 @@ impl Weights {
     }
 
     pub fn get(&self, name: &str) -> Result<Weight, WorkloadError> {
-        self.by_name.get(name).copied().ok_or_else(|| WorkloadError::Internal(format!("no weight is called {name}")))
+        self.by_name
+            .get(name)
+            .copied()
+            .ok_or_else(|| WorkloadError::Internal(format!("no weight is called {name}")))
     }
 }

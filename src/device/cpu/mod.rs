@@ -31,7 +31,11 @@ pub struct CpuExecutor {
 }
 
 impl CpuExecutor {
-    pub fn new(plan: RunPlan, inject: Option<Inject>, omit_launch: Option<usize>) -> Result<Self, DeviceError> {
+    pub fn new(
+        plan: RunPlan,
+        inject: Option<Inject>,
+        omit_launch: Option<usize>,
+    ) -> Result<Self, DeviceError> {
         // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
         let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
         let storage = Storage::new(&widest, plan.seed);
@@ -52,7 +56,9 @@ impl CpuExecutor {
     fn arm(&self, arm: Arm) -> Result<&ArmPlan, DeviceError> {
         match arm {
             Arm::Eager => Ok(&self.plan.eager),
-            Arm::Graph => self.plan.graph.as_ref().ok_or_else(|| DeviceError::internal("this run has no graph arm")),
+            Arm::Graph => {
+                self.plan.graph.as_ref().ok_or_else(|| DeviceError::internal("this run has no graph arm"))
+            }
         }
     }
 
@@ -100,11 +106,18 @@ impl CpuExecutor {
     fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
         let program = &self.arm(arm)?.program;
         let scalar = |id: Option<BufId>| id.and_then(|id| self.storage.read(program, id).first().copied());
-        let fault = program.faults.iter().find(|(id, _)| self.storage.read(program, *id).iter().any(|v| *v != 0.0));
+        let fault =
+            program.faults.iter().find(|(id, _)| self.storage.read(program, *id).iter().any(|v| *v != 0.0));
         if let Some((_, meaning)) = fault {
             return Err(DeviceError::Invalid(meaning.clone()));
         }
-        Ok(Finished { done_at_ms: self.now_ms(), device_span_ms: None, loss: scalar(program.loss), grad_norm: scalar(program.grad_norm), fault: None })
+        Ok(Finished {
+            done_at_ms: self.now_ms(),
+            device_span_ms: None,
+            loss: scalar(program.loss),
+            grad_norm: scalar(program.grad_norm),
+            fault: None,
+        })
     }
 }
 
@@ -128,7 +141,9 @@ impl Executor for CpuExecutor {
         Ok(Submitted { submit_ms: self.now_ms() - start - wait_ms, wait_ms, ticket: self.tickets })
     }
     fn wait(&mut self, _step: Submitted) -> Result<Finished, DeviceError> {
-        self.finished.pop_front().unwrap_or_else(|| Err(DeviceError::internal("waited for a step that was not submitted")))
+        self.finished
+            .pop_front()
+            .unwrap_or_else(|| Err(DeviceError::internal("waited for a step that was not submitted")))
     }
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         let start = Instant::now();
@@ -138,14 +153,18 @@ impl Executor for CpuExecutor {
         for segment in &plan.segments {
             let Some(g) = segment.graph else { continue };
             if self.graphs[g].is_empty() {
-                let omit = if std::mem::take(&mut wrong) { Some(segment.launches.start) } else { self.omit_launch };
+                let omit =
+                    if std::mem::take(&mut wrong) { Some(segment.launches.start) } else { self.omit_launch };
                 self.graphs[g] = segment.launches.clone().filter(|i| Some(*i) != omit).collect();
             }
             // Equal work: what was recorded is what the eager arm issues for this segment, staging apart.
             let eager = segment.launches.clone().filter(|&i| !plan.program.launches[i].staging).count();
             let recorded = self.graphs[g].iter().filter(|&&i| !plan.program.launches[i].staging).count();
             if eager != recorded {
-                return Err(DeviceError::Unequal(format!("graph {g} ({}) holds {recorded} launches, the eager arm issues {eager} there", segment.label)));
+                return Err(DeviceError::Unequal(format!(
+                    "graph {g} ({}) holds {recorded} launches, the eager arm issues {eager} there",
+                    segment.label
+                )));
             }
         }
         self.captured = true;
@@ -167,14 +186,19 @@ impl Executor for CpuExecutor {
     }
     fn digest(&mut self) -> Result<Vec<(String, u64)>, DeviceError> {
         let program = &self.plan.eager.program;
-        Ok(program.digest.iter().map(|&id| (program.buffer(id).name.clone(), self.storage.digest(program, id))).collect())
+        Ok(program
+            .digest
+            .iter()
+            .map(|&id| (program.buffer(id).name.clone(), self.storage.digest(program, id)))
+            .collect())
     }
     fn launches_per_step(&self, arm: Arm) -> usize {
         self.arm(arm).map_or(0, |p| p.program.launches.len())
     }
     fn planned_bytes(&self, arm: Arm) -> u64 {
         self.arm(arm).map_or(0, |p| {
-            let host: usize = p.program.buffers.iter().filter(|b| b.lifetime == Lifetime::Host).map(|b| b.bytes()).sum();
+            let host: usize =
+                p.program.buffers.iter().filter(|b| b.lifetime == Lifetime::Host).map(|b| b.bytes()).sum();
             (p.memory.persistent_bytes + p.memory.arena_bytes + host) as u64
         })
     }

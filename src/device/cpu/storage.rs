@@ -2,9 +2,9 @@
 
 use crate::device::DeviceError;
 use crate::device::digest::digest_bits;
+use crate::ops::Access;
 use crate::ops::cpu_args::{CpuArgs, Slot};
 use crate::ops::rng::{normal_of, philox};
-use crate::ops::Access;
 use crate::program::{BufId, DType, Init, Launch, Program, Shard};
 use half::bf16;
 
@@ -80,13 +80,18 @@ impl Storage {
                         Init::Normal { std } => {
                             let cols = b.shape.last().copied().unwrap_or(1).max(1);
                             for (j, x) in part.iter_mut().enumerate() {
-                                *x = round(weight_normal(self.seed, &b.name, global_index(&b.shard, cols, j)) * *std as f32);
+                                *x = round(
+                                    weight_normal(self.seed, &b.name, global_index(&b.shard, cols, j))
+                                        * *std as f32,
+                                );
                             }
                         }
                         Init::Const { value } => part.fill(round(*value as f32)),
                         Init::Poison | Init::Inherit => part.fill(f32::NAN),
                         Init::CopyOf { .. } => part.copy_from_slice(&copied.unwrap_or_default()),
-                        Init::Words { .. } => return Err(DeviceError::internal(format!("{} holds floats, not words", b.name))),
+                        Init::Words { .. } => {
+                            return Err(DeviceError::internal(format!("{} holds floats, not words", b.name)));
+                        }
                     }
                 }
                 Data::Int(all) => {
@@ -123,7 +128,9 @@ impl Storage {
         let b = program.buffer(id);
         let range = offset..offset + b.len();
         match (&self.data[root.0 as usize], b.dtype) {
-            (Some(Data::Float(v)), DType::Bf16) => digest_bits(v[range].iter().map(|x| bf16::from_f32(*x).to_bits() as u32)),
+            (Some(Data::Float(v)), DType::Bf16) => {
+                digest_bits(v[range].iter().map(|x| bf16::from_f32(*x).to_bits() as u32))
+            }
             (Some(Data::Float(v)), _) => digest_bits(v[range].iter().map(|x| x.to_bits())),
             (Some(Data::Int(v)), _) => digest_bits(v[range].iter().map(|x| *x as u32)),
             (None, _) => 0,
@@ -135,7 +142,11 @@ impl Storage {
         let specs = launch.op.args();
         let mut slots: Vec<Slot<f32>> = (0..specs.len()).map(|_| Slot::Taken).collect();
         // (root, offset, length, argument, writes)
-        let mut wanted: Vec<(u32, usize, usize, usize, bool)> = launch.args.iter().zip(&specs).enumerate()
+        let mut wanted: Vec<(u32, usize, usize, usize, bool)> = launch
+            .args
+            .iter()
+            .zip(&specs)
+            .enumerate()
             .map(|(i, (&id, spec))| {
                 let (root, offset) = program.root(id);
                 (root.0, offset, program.buffer(id).len(), i, spec.access != Access::Read)
@@ -148,9 +159,16 @@ impl Storage {
                 continue;
             }
             match data {
-                None => return Err(DeviceError::internal(format!("{}: buffer {root} has no memory", launch.op.name()))),
+                None => {
+                    return Err(DeviceError::internal(format!(
+                        "{}: buffer {root} has no memory",
+                        launch.op.name()
+                    )));
+                }
                 Some(Data::Float(v)) => carve(v, &mine, &mut slots, Slot::In, Slot::Out, launch.op.name())?,
-                Some(Data::Int(v)) => carve(v, &mine, &mut slots, Slot::IntIn, Slot::IntOut, launch.op.name())?,
+                Some(Data::Int(v)) => {
+                    carve(v, &mine, &mut slots, Slot::IntIn, Slot::IntOut, launch.op.name())?
+                }
             }
         }
         launch.op.cpu_f32(&mut CpuArgs::new(launch.op.name(), slots))
@@ -177,7 +195,10 @@ fn carve<'a, E, S>(
     let mut at = 0;
     for w in wanted {
         if w.1 < at {
-            return Err(DeviceError::internal(format!("{op}: argument {} overlaps one that is written", w.3)));
+            return Err(DeviceError::internal(format!(
+                "{op}: argument {} overlaps one that is written",
+                w.3
+            )));
         }
         let (_, tail) = rest.split_at_mut(w.1 - at);
         let (mine, tail) = tail.split_at_mut(w.2);
