@@ -9,7 +9,7 @@ use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, print_list, print_show};
 use crate::report::OutputError;
 use crate::workloads::{WorkloadError, share::ShareError};
-use crate::{compile, doctor, measure, rules, selftest};
+use crate::{compile, doctor, measure, rules, run, selftest};
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -56,7 +56,8 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
     let printed = match command {
         Command::Recipes(c) => recipes(c, &mut out),
         Command::Rules => rules(&mut out),
-        Command::Ops => compile::list(&mut out),
+        Command::Ops(name, None) => compile::list(name.as_deref(), &mut out),
+        Command::Ops(name, Some(args)) => run::time_ops(args, name.as_deref(), &mut out),
         Command::Doctor(a) => {
             if let Some(path) = &a.cuda_path {
                 set_path(path);

@@ -144,6 +144,30 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
     Ok(0)
 }
 
+/// `mbperf ops`: the ops of a run's step, each alone.
+///
+/// # Errors
+/// As [`run`]; a GPU is needed.
+pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    resolved.require_built()?;
+    if !choose_device(args)? {
+        return Err(DeviceError::Unavailable(
+            "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
+        )
+        .into());
+    }
+    let plan = plan(&resolved.config, false)?;
+    let own = &args.mbperf;
+    let options = CudaOptions {
+        cache_dir: own.kernel_cache.clone(),
+        cuda_path: own.cuda_path.clone(),
+        ..Default::default()
+    };
+    crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
+}
+
 /// Share, program and both arms.
 fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
     let share = RankShare::of(cfg)?;

@@ -6,7 +6,7 @@
 
 pub mod cases;
 mod large;
-mod ops;
+pub mod ops;
 mod steps;
 
 use crate::args::SelftestArgs;
