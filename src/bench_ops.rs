@@ -8,11 +8,11 @@ use crate::device::cuda::matmul::Layout;
 use crate::device::{Arm, DeviceError, Executor};
 use crate::measure::stats;
 use crate::ops::gemm::{Accumulate, Gemm};
+use crate::ops::rng::philox;
 use crate::ops::step::Copy;
-use crate::ops::{Access, Op};
+use crate::ops::{Access, ArgSpec, Op, Sample};
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Program, memory};
-use crate::selftest::ops::inputs;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
@@ -157,7 +157,7 @@ fn time(op: Arc<dyn Op>, options: &CudaOptions) -> Result<f64, DeviceError> {
     let mut b = Builder::default();
     let buffers: Vec<Vec<BufId>> = (0..sets)
         .map(|set| {
-            let one = |(i, s): (usize, &crate::ops::ArgSpec)| {
+            let one = |(i, s): (usize, &ArgSpec)| {
                 let init = if s.dtype.is_float() && s.access != Access::Write {
                     Init::Normal { std: 1.0 }
                 } else {
@@ -184,18 +184,10 @@ fn time(op: Arc<dyn Op>, options: &CudaOptions) -> Result<f64, DeviceError> {
     let mut device = CudaExecutor::new(&plan, options.clone())?;
     device.reset()?;
     // Floats come from the device; indices and offsets need the op's own structure.
-    if specs.iter().any(|s| !s.dtype.is_float() && s.access != Access::Write) {
-        let values = inputs(&*op, &specs, 11);
+    for (i, s) in specs.iter().enumerate().filter(|(_, s)| !s.dtype.is_float() && s.access != Access::Write) {
+        let values = integers(&*op, i, s);
         for set in &buffers {
-            for ((id, s), v) in set
-                .iter()
-                .zip(&specs)
-                .zip(&values)
-                .filter(|((_, s), _)| !s.dtype.is_float() && s.access != Access::Write)
-            {
-                debug_assert_eq!(s.len(), v.len());
-                device.write_buffer(*id, v)?;
-            }
+            device.write_buffer(set[i], &values)?;
         }
     }
     let step = device.submit(Arm::Eager)?;
@@ -210,4 +202,19 @@ fn time(op: Arc<dyn Op>, options: &CudaOptions) -> Result<f64, DeviceError> {
     let median = stats::median(spans.get(2..).unwrap_or_default())
         .ok_or_else(|| DeviceError::internal("no replay was timed"))?;
     Ok(median * 1e3 / launches as f64)
+}
+
+/// Values of an integer input. Rows are shared evenly among experts, so that no row is padding.
+fn integers(op: &dyn Op, arg: usize, spec: &ArgSpec) -> Vec<f64> {
+    if spec.name == "offsets" {
+        let rows = op.args().iter().find(|a| a.dtype == DType::Bf16).map_or(0, |a| a.shape[0]);
+        let experts = spec.len() - 1;
+        return (0..=experts).map(|e| (e * rows / experts.max(1)) as f64).collect();
+    }
+    if let Sample::Below(n) = spec.sample {
+        let word = |i: usize| philox([i as u32, arg as u32, 0, 0], [11, 0])[0];
+        return (0..spec.len()).map(|i| (word(i) % n.max(1)) as f64).collect();
+    }
+    let custom = op.sample(11).and_then(|mut all| (arg < all.len()).then(|| all.swap_remove(arg)));
+    custom.filter(|v| v.len() == spec.len()).unwrap_or_else(|| vec![0.0; spec.len()])
 }
