@@ -69,7 +69,7 @@ enum Sub {
     Doctor(DoctorArgs),
     /// Check every op of a device against its reference, and capture and replay
     Selftest(SelftestArgs),
-    /// List the ops; with a run's options: time each op of its step alone (`mbperf ops [NAME] -m ... -mr ... -g ...`)
+    /// List the ops; with the options of a run: time each op of its step alone
     Ops,
     /// Compile every kernel for an architecture; needs NVRTC, no GPU
     #[command(hide = true)]
