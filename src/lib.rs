@@ -3,6 +3,7 @@
 pub mod args;
 pub mod capture;
 pub mod commands;
+pub mod compare;
 pub mod compile;
 pub mod config;
 pub mod device;

@@ -4,11 +4,13 @@
 //! [`normalise`] turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
 //! long options are not accepted, since their meaning would change with every new option.
 
+pub mod compare;
 mod help;
 mod options;
 mod refused;
 mod values;
 
+pub use compare::CompareArgs;
 pub use options::*;
 pub use refused::REFUSED;
 pub use values::*;
@@ -46,6 +48,7 @@ pub enum Command {
     Doctor(DoctorArgs),
     Selftest(SelftestArgs),
     Ops,
+    Compare(Box<CompareArgs>),
     CompileKernels(CompileKernelsArgs),
 }
 
@@ -70,13 +73,16 @@ enum Sub {
     Selftest(SelftestArgs),
     /// List the ops
     Ops,
+    /// Compare result files with those of a baseline, for CI: exit 0, 10 regression, 11 undecided, 12 cannot compare
+    Compare(CompareArgs),
     /// Compile every kernel for an architecture; needs NVRTC, no GPU
     #[command(hide = true)]
     CompileKernels(CompileKernelsArgs),
 }
 
 /// Names of the subcommands, `compile_kernels` (hidden) included.
-const SUBCOMMANDS: [&str; 6] = ["recipes", "rules", "doctor", "selftest", "ops", "compile_kernels"];
+const SUBCOMMANDS: [&str; 7] =
+    ["recipes", "rules", "doctor", "selftest", "ops", "compare", "compile_kernels"];
 
 #[derive(Debug, Clone, clap::Subcommand)]
 #[command(rename_all = "snake_case")]
@@ -164,6 +170,7 @@ where
             Sub::Doctor(a) => Command::Doctor(a),
             Sub::Selftest(a) => Command::Selftest(a),
             Sub::Ops => Command::Ops,
+            Sub::Compare(a) => Command::Compare(Box::new(a)),
             Sub::CompileKernels(a) => Command::CompileKernels(a),
         });
     }
