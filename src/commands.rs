@@ -9,7 +9,7 @@ use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, print_list, print_show};
 use crate::report::OutputError;
 use crate::workloads::{WorkloadError, share::ShareError};
-use crate::{compile, doctor, measure, rules, run, selftest};
+use crate::{compare, compile, doctor, measure, rules, run, selftest};
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -65,6 +65,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
             doctor::report(&mut out).map(|_| ()).map_err(Into::into)
         }
         Command::Selftest(a) => return self_test(a, &mut out),
+        Command::Compare(a) => return compare::run(a, &mut out),
         Command::CompileKernels(a) => return compile_kernels(a, &mut out),
         Command::Run(_) => Err(DeviceError::internal("a run is no subcommand").into()),
     };

@@ -4,6 +4,7 @@ pub mod args;
 pub mod bench_ops;
 pub mod capture;
 pub mod commands;
+pub mod compare;
 pub mod compile;
 pub mod config;
 pub mod device;

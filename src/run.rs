@@ -357,6 +357,7 @@ fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
     facts.device = info.device.clone();
     facts.gpu_name = info.gpu_name.clone();
     facts.gpu_uuid = info.gpu_uuid.clone();
+    facts.gpu_memory_mib = info.total_memory_mib;
     facts.driver_version = info.driver_version.clone();
     facts.cuda_version = info.cuda_version.clone();
     facts.attention_backend = info.attention_backend.clone();

@@ -4,11 +4,13 @@
 //! [`normalise`] turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
 //! long options are not accepted, since their meaning would change with every new option.
 
+pub mod compare;
 mod help;
 mod options;
 mod refused;
 mod values;
 
+pub use compare::CompareArgs;
 pub use options::*;
 pub use refused::REFUSED;
 pub use values::*;
@@ -47,6 +49,7 @@ pub enum Command {
     Selftest(SelftestArgs),
     /// Times the ops of a run; without a run, lists them.
     Ops(Option<String>, Option<Box<Args>>),
+    Compare(Box<CompareArgs>),
     CompileKernels(CompileKernelsArgs),
 }
 
@@ -71,13 +74,16 @@ enum Sub {
     Selftest(SelftestArgs),
     /// List the ops; with the options of a run: time each op of its step alone
     Ops,
+    /// Compare result files with those of a baseline, for CI: exit 0, 10 regression, 11 undecided, 12 cannot compare
+    Compare(CompareArgs),
     /// Compile every kernel for an architecture; needs NVRTC, no GPU
     #[command(hide = true)]
     CompileKernels(CompileKernelsArgs),
 }
 
 /// Names of the subcommands, `compile_kernels` (hidden) included.
-const SUBCOMMANDS: [&str; 6] = ["recipes", "rules", "doctor", "selftest", "ops", "compile_kernels"];
+const SUBCOMMANDS: [&str; 7] =
+    ["recipes", "rules", "doctor", "selftest", "ops", "compare", "compile_kernels"];
 
 #[derive(Debug, Clone, clap::Subcommand)]
 #[command(rename_all = "snake_case")]
@@ -171,6 +177,7 @@ where
             Sub::Doctor(a) => Command::Doctor(a),
             Sub::Selftest(a) => Command::Selftest(a),
             Sub::Ops => Command::Ops(None, None),
+            Sub::Compare(a) => Command::Compare(Box::new(a)),
             Sub::CompileKernels(a) => Command::CompileKernels(a),
         });
     }
