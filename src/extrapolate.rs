@@ -62,10 +62,8 @@ pub fn fit(points: &[Point], to: usize) -> Option<Extrapolated> {
     let at = |x: f64| mean_y + slope * (x - mean_x);
     let reach = to as f64 - mean_x;
     // The line's value is a weighted sum of the points: their errors go along with the same weights.
-    let carried: f64 = points
-        .iter()
-        .map(|p| ((1.0 / n + reach * (x(p) - mean_x) / spread) * p.half_width_ms).powi(2))
-        .sum();
+    let carried: f64 =
+        points.iter().map(|p| ((1.0 / n + reach * (x(p) - mean_x) / spread) * p.half_width_ms).powi(2)).sum();
     let residual = |p: &Point| (p.step_time_ms - at(x(p))).abs();
     let bend = points.iter().map(residual).fold(0.0, f64::max);
     let far = reach.abs() / spread.sqrt();

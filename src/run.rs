@@ -67,11 +67,13 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
         options.host_costs = Some(costs);
         facts.host_model = model.name.clone();
-        facts.host_model_other_fraction = Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
+        facts.host_model_other_fraction =
+            Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
     }
     let told = Arc::new(Mutex::new(facts.clone()));
     let beat = watchdog(args, told.clone(), options.clone(), target)?;
-    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, &interrupt, &mut terminal) {
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, &interrupt, &mut terminal)
+    {
         Ok(points) => points,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
@@ -100,7 +102,8 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
         let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
         let outcome = measure::run(&mut executor, &options, hooks);
-        facts.extrapolation = extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
+        facts.extrapolation =
+            extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
         let reason = match &outcome.status {
             Status::Failed(failure) => failure.to_string(),
             Status::Ok | Status::Interrupted => String::new(),
@@ -133,7 +136,9 @@ fn watchdog(
     let beat = Beat::default();
     let seconds = args.mbperf.watchdog;
     if seconds < 0.0 {
-        return Err(crate::commands::Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into());
+        return Err(
+            crate::commands::Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into()
+        );
     }
     let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
     if limit.is_zero() {
@@ -179,7 +184,10 @@ fn side_points(
         return Ok(None);
     }
     if own >= whole {
-        say(args, &format!("--extrapolate: all {whole} micro-batches of the job are run: nothing to extrapolate"));
+        say(
+            args,
+            &format!("--extrapolate: all {whole} micro-batches of the job are run: nothing to extrapolate"),
+        );
         return Ok(None);
     }
     let internal = |e: anyhow::Error| DeviceError::internal(format!("--extrapolate: {e:#}"));

@@ -47,7 +47,11 @@ impl Beat {
 ///
 /// # Errors
 /// The thread cannot be started.
-pub fn watch(beat: Beat, limit: Duration, expired: impl FnOnce(Phase) + Send + 'static) -> std::io::Result<()> {
+pub fn watch(
+    beat: Beat,
+    limit: Duration,
+    expired: impl FnOnce(Phase) + Send + 'static,
+) -> std::io::Result<()> {
     let body = move || {
         while Arc::strong_count(&beat.0) > 1 {
             if let Some(phase) = beat.overdue(limit) {
@@ -220,7 +224,8 @@ mod tests {
     }
 
     fn measure(beat: Beat, fault: Option<Inject>) -> (Outcome, Outcome) {
-        let mut guarded = Guarded::open(beat, fault, || Ok(Box::new(FakeExecutor::script().build()))).unwrap();
+        let mut guarded =
+            Guarded::open(beat, fault, || Ok(Box::new(FakeExecutor::script().build()))).unwrap();
         let mut one = || {
             let interrupt = AtomicBool::new(false);
             let hooks = Hooks { interrupt: &interrupt, progress: &mut Silent, sink: &mut NoSteps };
@@ -246,7 +251,8 @@ mod tests {
     #[test]
     fn a_throttled_clock_is_told_and_refused_by_strict() {
         for phase in PHASES {
-            let (outcome, after) = measure(Beat::default(), Some(Inject::new(phase, Kind::ThrottledClock, 1)));
+            let (outcome, after) =
+                measure(Beat::default(), Some(Inject::new(phase, Kind::ThrottledClock, 1)));
             assert_eq!(outcome.status.exit_code(), 0, "{phase}");
             // A reading is taken at the end of a block: it stays with the first one that counts, or, of a
             // settling block, with none.
@@ -270,7 +276,9 @@ mod tests {
             // Capture, instantiation and upload are one call, named after its beginning.
             let graphs = matches!(phase, Phase::Capture | Phase::Instantiate | Phase::Upload);
             assert_eq!(seen, if graphs { Phase::Capture } else { phase });
-            assert!(hang_message(seen, limit).contains(&format!("phase {seen} did not come back within 0.3 s")));
+            assert!(
+                hang_message(seen, limit).contains(&format!("phase {seen} did not come back within 0.3 s"))
+            );
         }
     }
 

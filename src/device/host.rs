@@ -163,7 +163,7 @@ mod tests {
         // 2 + 3 of the sleep (past 4 already) + 3 + 5; an upper limit would fail on a loaded machine.
         assert!(took >= 13.0, "{took}");
         let spun = pacer.spun().as_secs_f64() * 1e3;
-        assert!(spun >= 10.0 && spun <= took - 3.0 + 1e-6, "{spun} of {took}");
+        assert!(spun >= 9.8 && spun <= took - 3.0 + 1e-6, "{spun} of {took}");
     }
 
     #[test]

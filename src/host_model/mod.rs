@@ -126,7 +126,11 @@ impl HostModel {
         }
         for (i, point) in self.layers.iter().enumerate() {
             if !KINDS.contains(&point.layer.as_str()) {
-                return Err(format!("layers[{i}]: layer {:?} is not one of {}", point.layer, KINDS.join(", ")));
+                return Err(format!(
+                    "layers[{i}]: layer {:?} is not one of {}",
+                    point.layer,
+                    KINDS.join(", ")
+                ));
             }
             if point.tokens == 0 {
                 return Err(format!("layers[{i}]: tokens is 0"));
@@ -199,8 +203,11 @@ impl HostModel {
         }
         for (s, segment) in arm.segments.iter().enumerate() {
             if segment.graph.is_some() {
-                costs.replay_ms[s] =
-                    if several_layers(program, segment) { self.iteration_replay_ms } else { self.module_replay_ms };
+                costs.replay_ms[s] = if several_layers(program, segment) {
+                    self.iteration_replay_ms
+                } else {
+                    self.module_replay_ms
+                };
                 costs.step_ms += costs.replay_ms[s];
                 continue;
             }

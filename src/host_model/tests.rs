@@ -75,7 +75,8 @@ fn replays_of_modules_cost_what_pytorch_pays() {
 fn sums(costs: &ArmCosts) -> f64 {
     // The last launch of each run of a group carries the run's time.
     let last = |i: usize| costs.launches.get(i + 1).is_none_or(|p| p.begins || p.until_ms == 0.0);
-    let groups: f64 = (0..costs.launches.len()).filter(|i| last(*i)).map(|i| costs.launches[i].until_ms).sum();
+    let groups: f64 =
+        (0..costs.launches.len()).filter(|i| last(*i)).map(|i| costs.launches[i].until_ms).sum();
     groups + costs.replay_ms.iter().sum::<f64>()
 }
 

@@ -155,8 +155,7 @@ fn pairs_until(
         pairs += 1;
         let now = session.executor.now_ms();
         // Judged after whole ABBA rounds only, so that drift has cancelled.
-        let interval =
-            if pairs % 2 == 0 { interval(&session.blocks, sides.len(), pacing) } else { None };
+        let interval = if pairs % 2 == 0 { interval(&session.blocks, sides.len(), pacing) } else { None };
         session.hooks.progress.update(&Update {
             elapsed_s: (now - start_ms) / 1e3,
             max_time_s: (limit_ms - start_ms) / 1e3,
@@ -270,16 +269,9 @@ fn fixed_steps(
     }
     for pair in 0..blocks {
         for (side, arm) in order(sides, pair) {
-            session.block(
-                side,
-                arm,
-                block_steps.saturating_sub(2).max(1),
-                pacing,
-                Purpose::Timed,
-            )?;
+            session.block(side, arm, block_steps.saturating_sub(2).max(1), pacing, Purpose::Timed)?;
         }
-        let interval =
-            if pair % 2 == 1 { interval(&session.blocks, sides.len(), pacing) } else { None };
+        let interval = if pair % 2 == 1 { interval(&session.blocks, sides.len(), pacing) } else { None };
         session.hooks.progress.update(&Update {
             elapsed_s: 0.0,
             max_time_s: 0.0,

@@ -117,10 +117,12 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
         host_ms_modelled: median(Pacing::Modelled, |s| Some(s.submit_ms + s.wait_ms + s.modelled_ms)),
         steps_modelled: steady(Pacing::Modelled).count(),
         // Times of the CPU device are the machine's whole load.
-        disturbed_fraction: step_time_ms.filter(|_| session.executor.info().device != "cpu").map(|median| {
-            let far = wall.iter().filter(|ms| **ms > outcome::FAR_LONGER * median).count();
-            far as f64 / wall.len() as f64
-        }),
+        disturbed_fraction: stats::percentile(&wall, 0.05)
+            .filter(|_| session.executor.info().device != "cpu")
+            .map(|quiet| {
+                let far = wall.iter().filter(|ms| **ms > outcome::FAR_LONGER * quiet).count();
+                far as f64 / wall.len() as f64
+            }),
         device_busy_ms: busy.and_then(|b| b.as_ref().ok()).copied(),
         busy_note: busy.and_then(|b| b.as_ref().err()).cloned(),
         launches_per_step: session.executor.launches_per_step(arm),
@@ -169,9 +171,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         speedup_cycles,
         speedup_sync: sync.map(|i| i.value.exp()),
         speedup_modelled: modelled_ratio.map(|(value, _)| value),
-        speedup_modelled_ci95: modelled_ratio
-            .map(|(_, ci95)| ci95)
-            .filter(|_| modelled.len() >= MIN_PAIRS),
+        speedup_modelled_ci95: modelled_ratio.map(|(_, ci95)| ci95).filter(|_| modelled.len() >= MIN_PAIRS),
         pairs_modelled: modelled.len(),
         memory_used_mib: found.memory_used_mib,
         pairs: pairs.len(),
@@ -223,7 +223,7 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>, unfilled:
     for arm in arms {
         if let Some(share) = arm.disturbed_fraction.filter(|s| *s > outcome::MAX_DISTURBED) {
             notices.push(format!(
-                "{} arm: {:.0} % of the steps took over {:.0} % longer than the median: something else used this GPU",
+                "{} arm: {:.0} % of the steps took over {:.0} % longer than the shortest: something else used this GPU",
                 arm.arm,
                 share * 100.0,
                 (outcome::FAR_LONGER - 1.0) * 100.0

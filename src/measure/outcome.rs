@@ -94,7 +94,7 @@ pub struct ArmResult {
     pub step_time_ms_modelled: Option<f64>,
     pub host_ms_modelled: Option<f64>,
     pub steps_modelled: usize,
-    /// Share of the steady steps that were far longer than the median; `None` where times mean nothing.
+    /// Share of the steady steps that were far longer than the shortest (5th percentile); `None` where times mean nothing.
     pub disturbed_fraction: Option<f64>,
     pub device_busy_ms: Option<f64>,
     /// Why `device_busy_ms` is empty.
@@ -232,7 +232,7 @@ impl Outcome {
             }
             if let Some(share) = arm.disturbed_fraction.filter(|s| *s > MAX_DISTURBED) {
                 found.push(format!(
-                    "{:.0} % of the {} arm's steps were far longer than the median: something else used the GPU",
+                    "{:.0} % of the {} arm's steps were far longer than the shortest: something else used the GPU",
                     share * 100.0,
                     arm.arm
                 ));
@@ -249,7 +249,7 @@ impl Outcome {
     }
 }
 
-/// A step this much longer than its arm's median did not run alone: ten times the margin, and far above what
+/// A step this much longer than its arm's 5th percentile did not run alone: ten times the margin, and far above what
 /// clocks do from one step to the next.
 pub(super) const FAR_LONGER: f64 = 1.1;
 /// More such steps than this are no hiccup: the machine is shared.

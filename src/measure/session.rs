@@ -283,6 +283,8 @@ impl<'a> Session<'a> {
         pacing: Pacing,
         drain: bool,
     ) -> Result<(), Stop> {
+        let start = self.executor.now_ms();
+        let mut full = false;
         for i in 0..1 + blocks + usize::from(drain) {
             if let Err(stop) = self.check_interrupt() {
                 self.finish_carry(carry)?;
@@ -293,14 +295,24 @@ impl<'a> Session<'a> {
             let begun = self.executor.now_ms();
             let flight = self.submit(side, arm, Some(number), phase, pacing)?;
             let since = match carry.take() {
-                Some((due, since)) => self.finish_block_of_one(due, since)?,
+                Some((due, since)) => {
+                    let (done_at_ms, blocked) = self.finish_block_of_one(due, since)?;
+                    full |= blocked;
+                    done_at_ms
+                }
                 None => begun,
             };
             *carry = Some((flight, since));
         }
         self.blocks_begun += blocks;
-        if drain {
-            self.finish_carry(carry)?;
+        if let Some((last, since)) = carry.take_if(|_| drain) {
+            let submitted = self.executor.now_ms();
+            let done_at_ms = self.finish_block_of_one(last, since)?.0;
+            // As in `block`: neither did a wait block nor is the host the limit.
+            let host_bound = (done_at_ms - submitted) / (done_at_ms - start) < NO_TAIL;
+            if pacing == Pacing::RunAhead && !full && !host_bound {
+                self.unfilled[side] += blocks;
+            }
         }
         self.flush()
     }
@@ -313,18 +325,20 @@ impl<'a> Session<'a> {
         self.flush()
     }
 
-    /// Waits for a step that is a block of its own if it is steady. Returns when it was done.
-    fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<f64, Stop> {
+    /// Waits for a step that is a block of its own if it is steady. Returns when it was done, and whether the wait
+    /// blocked.
+    fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<(f64, bool), Stop> {
         let (side, pacing, steady) = (due.side, due.pacing, due.phase == Phase::Steady);
         let health = if steady { self.sample() } else { Health::default() };
-        let done_at_ms = self.finish(due, since_ms)?.0.done_at_ms;
+        let (done, blocked) = self.finish(due, since_ms)?;
+        let done_at_ms = done.done_at_ms;
         if steady {
             let wall_ms_median = done_at_ms - since_ms;
             let block =
                 BlockRecord { side, pacing, wall_ms_median, half_change: None, steady_steps: 1, health };
             self.blocks.push(block);
         }
-        Ok(done_at_ms)
+        Ok((done_at_ms, blocked))
     }
 }
 

@@ -169,7 +169,11 @@ pub fn repetitions(outcomes: &[Outcome]) -> String {
     let widest = half_widths.iter().copied().fold(0.0, f64::max);
     let intervals = match crate::measure::stats::median(&half_widths) {
         Some(median) => {
-            format!("; half-width of the interval: median {:.3} %, widest {:.3} %", median * 1e2, widest * 1e2)
+            format!(
+                "; half-width of the interval: median {:.3} %, widest {:.3} %",
+                median * 1e2,
+                widest * 1e2
+            )
         }
         None => String::new(),
     };
