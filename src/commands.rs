@@ -41,6 +41,7 @@ pub fn exit_code(failure: &anyhow::Error) -> u8 {
     let usage = failure.is::<UsageError>()
         || failure.is::<RecipeError>()
         || failure.is::<Usage>()
+        || failure.is::<crate::host_model::HostModelError>()
         || failure.is::<ShareError>();
     let unbuilt = matches!(failure.downcast_ref::<WorkloadError>(), Some(WorkloadError::Unsupported(_)));
     let no_scope = matches!(failure.downcast_ref::<CaptureError>(), Some(CaptureError::Nothing { .. }));
