@@ -1,10 +1,11 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::device::inject::Inject;
@@ -65,8 +66,10 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
             return failed_before_steps(&facts, &options, &mut writer, error);
         }
     };
-    add_device(&mut facts, &executor.info());
-    writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+    let info = executor.info();
+    info.notices.iter().for_each(|n| say(args, n));
+    add_device(&mut facts, &info);
+    writer.begin_run(&facts.run_id, &run_line(&resolved, &info, &facts))?;
     if let Some(dir) = &args.mbperf.dump {
         dump::dump(dir, &resolved.config, &plan.eager.program, &mut *executor)?;
     }
@@ -230,6 +233,14 @@ fn open_device(
             cache_dir: own.kernel_cache.clone(),
             cuda_path: own.cuda_path.clone(),
             inject,
+            attention: AttentionChoice {
+                backend: match own.attention_backend {
+                    AttentionKernels::Auto => AttentionBackend::Auto,
+                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                    AttentionKernels::Own => AttentionBackend::Own,
+                },
+                deterministic: own.attention_deterministic,
+            },
             ..Default::default()
         };
         Box::new(CudaExecutor::new(plan, options)?)
