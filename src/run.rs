@@ -1,10 +1,11 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::device::guard::{self, Beat, Guarded};
@@ -82,7 +83,9 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         Ok(executor) => executor,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    add_device(&mut facts, &executor.info());
+    let info = executor.info();
+    info.notices.iter().for_each(|n| say(args, n));
+    add_device(&mut facts, &info);
     if let Some(dir) = &args.mbperf.dump {
         dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
     }
@@ -419,6 +422,14 @@ fn open_device(
             cache_dir: own.kernel_cache.clone(),
             cuda_path: own.cuda_path.clone(),
             inject: failing,
+            attention: AttentionChoice {
+                backend: match own.attention_backend {
+                    AttentionKernels::Auto => AttentionBackend::Auto,
+                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                    AttentionKernels::Own => AttentionBackend::Own,
+                },
+                deterministic: own.attention_deterministic,
+            },
             ..Default::default()
         };
         Ok(Box::new(CudaExecutor::new(plan, options)?))
