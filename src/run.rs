@@ -15,7 +15,7 @@ use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
-use crate::{dryrun, dump};
+use crate::{dryrun, dump, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -28,7 +28,7 @@ use std::sync::atomic::AtomicBool;
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
-    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
     if let Some(path) = &args.logging.save_config_filepath {
         std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
@@ -38,6 +38,12 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         return dry_run(&resolved, args);
     }
     resolved.require_built()?;
+    let interrupt = interrupt_flag()?;
+    Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
+}
+
+/// One configuration: both of its arms, their rows.
+fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
     let faults = faults(args)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
@@ -54,23 +60,23 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         &resolved.config.identity.recipe_dtype,
     );
     let mut writer = Writer::open(&target)?;
-    let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
+    facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
+        return Ok(0);
+    }
     let device = open_device(&plan, args, on_gpu, faults);
     let mut executor = match device {
         Ok(executor) => executor,
-        Err(error) => {
-            facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
-            return failed_before_steps(&facts, &options, &mut writer, error);
-        }
+        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
     add_device(&mut facts, &executor.info());
     writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
     if let Some(dir) = &args.mbperf.dump {
         dump::dump(dir, &resolved.config, &plan.eager.program, &mut *executor)?;
     }
-    let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
+    let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
     let outcome = measure::run(&mut *executor, &options, hooks);
     drop(executor);
     let reason = match &outcome.status {
@@ -80,6 +86,24 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     let rows = Row::of_outcome(&facts, &outcome, &reason);
     writer.rows(&rows)?;
     conclude(args, &rows, &outcome, &reason, &writer)
+}
+
+/// `--resume`: whether the output file holds this run already.
+fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
+    let Some(path) = writer.path() else {
+        let text = "--resume needs a file to resume: give -o FILE instead of -o -";
+        return Err(crate::commands::Usage(text.into()).into());
+    };
+    let rows = Row::without_outcome(facts, options, "skipped", "");
+    let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
+    say(
+        args,
+        &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
+    );
+    if matches!(args.mbperf.format, Format::Json) {
+        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
+    }
+    Ok(true)
 }
 
 fn conclude(
