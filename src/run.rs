@@ -19,7 +19,7 @@ use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
-use crate::{dryrun, dump};
+use crate::{dryrun, dump, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -33,7 +33,7 @@ use std::time::Duration;
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
-    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
     if let Some(path) = &args.logging.save_config_filepath {
         std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
@@ -43,6 +43,12 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         return dry_run(&resolved, args);
     }
     resolved.require_built()?;
+    let interrupt = interrupt_flag()?;
+    Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
+}
+
+/// One configuration: both of its arms, their rows.
+fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
     let faults = faults(args)?;
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
@@ -60,10 +66,12 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         &resolved.config.identity.recipe_dtype,
     );
     let mut writer = Writer::open(&target)?;
-    let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
+        return Ok(0);
+    }
     if let Some(model) = &host_model {
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
         options.host_costs = Some(costs);
@@ -73,7 +81,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     }
     let told = Arc::new(Mutex::new(facts.clone()));
     let beat = watchdog(args, told.clone(), options.clone(), target)?;
-    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, &interrupt, &mut terminal)
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal)
     {
         Ok(points) => points,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
@@ -103,7 +111,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         // A profiler is heard by every later launch of the process.
         options.busy = on_gpu && !args.mbperf.no_samplers && repetition == args.mbperf.repeat;
         writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
-        let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
+        let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
         let outcome = measure::run(&mut executor, &options, hooks);
         facts.extrapolation =
             extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
@@ -237,6 +245,24 @@ fn extrapolation(resolved: &Resolved, beside: &[[Option<Point>; 2]], outcome: &O
     from.sort_unstable();
     let to = batch.num_microbatches_recipe;
     Extrapolation { to, from, arms: [0, 1].map(|side| extrapolate::fit(&of(side), to)) }
+}
+
+/// `--resume`: whether the output file holds this run already.
+fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
+    let Some(path) = writer.path() else {
+        let text = "--resume needs a file to resume: give -o FILE instead of -o -";
+        return Err(crate::commands::Usage(text.into()).into());
+    };
+    let rows = Row::without_outcome(facts, options, "skipped", "");
+    let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
+    say(
+        args,
+        &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
+    );
+    if matches!(args.mbperf.format, Format::Json) {
+        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
+    }
+    Ok(true)
 }
 
 fn conclude(

@@ -316,6 +316,9 @@ pub struct Mbperf {
     /// CSV file that rows are appended to, `-` for standard output. Left out: results/<recipe>_<gpu>_<dtype>.csv
     #[arg(short = 'o', long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Do not run again what is in the output file already: the same configuration, every row ok
+    #[arg(long)]
+    pub resume: bool,
     /// Folder of your own recipes, looked at before the built-in ones
     #[arg(long, value_name = "DIR")]
     pub recipes_dir: Option<PathBuf>,
