@@ -1,8 +1,10 @@
 //! mbperf: is a CUDA graph faster than eager for this model recipe, by how much, and is the answer to be trusted?
 
 pub mod args;
+pub mod bench_ops;
 pub mod capture;
 pub mod commands;
+pub mod compare;
 pub mod compile;
 pub mod config;
 pub mod device;

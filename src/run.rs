@@ -1,10 +1,11 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::device::guard::{self, Beat, Guarded};
@@ -82,7 +83,9 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         Ok(executor) => executor,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    add_device(&mut facts, &executor.info());
+    let info = executor.info();
+    info.notices.iter().for_each(|n| say(args, n));
+    add_device(&mut facts, &info);
     if let Some(dir) = &args.mbperf.dump {
         dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
     }
@@ -298,6 +301,30 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
     Ok(0)
 }
 
+/// `mbperf ops`: the ops of a run's step, each alone.
+///
+/// # Errors
+/// As [`run`]; a GPU is needed.
+pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    resolved.require_built()?;
+    if !choose_device(args)? {
+        return Err(DeviceError::Unavailable(
+            "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
+        )
+        .into());
+    }
+    let plan = plan(&resolved.config, false)?;
+    let own = &args.mbperf;
+    let options = CudaOptions {
+        cache_dir: own.kernel_cache.clone(),
+        cuda_path: own.cuda_path.clone(),
+        ..Default::default()
+    };
+    crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
+}
+
 /// Share, program and both arms.
 fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
     let share = RankShare::of(cfg)?;
@@ -395,6 +422,14 @@ fn open_device(
             cache_dir: own.kernel_cache.clone(),
             cuda_path: own.cuda_path.clone(),
             inject: failing,
+            attention: AttentionChoice {
+                backend: match own.attention_backend {
+                    AttentionKernels::Auto => AttentionBackend::Auto,
+                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                    AttentionKernels::Own => AttentionBackend::Own,
+                },
+                deterministic: own.attention_deterministic,
+            },
             ..Default::default()
         };
         Ok(Box::new(CudaExecutor::new(plan, options)?))
@@ -496,6 +531,7 @@ fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
     facts.device = info.device.clone();
     facts.gpu_name = info.gpu_name.clone();
     facts.gpu_uuid = info.gpu_uuid.clone();
+    facts.gpu_memory_mib = info.total_memory_mib;
     facts.driver_version = info.driver_version.clone();
     facts.cuda_version = info.cuda_version.clone();
     facts.attention_backend = info.attention_backend.clone();

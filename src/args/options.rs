@@ -290,6 +290,13 @@ pub enum RunDtype {
     Bf16,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum AttentionKernels {
+    Auto,
+    Cudnn,
+    Own,
+}
+
 /// `--aa`: an arm against itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arm {
@@ -335,6 +342,12 @@ pub struct Mbperf {
     /// Expert products: grouped (one kernel, counts read on the device) or per_expert (sized by host counts)
     #[arg(long, value_name = "NAME", default_value = "grouped")]
     pub expert_gemm: ExpertGemm,
+    /// Attention kernels: auto (cuDNN where it is there and takes the shape), cudnn or own
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub attention_backend: AttentionKernels,
+    /// false: cuDNN's attention may sum gradients in any order; faster, and the arms may differ in bits
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set, hide = true)]
+    pub attention_deterministic: bool,
     /// Copies into static buffers at the boundary of transformer_engine graphs: auto (as upstream) or none
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub graph_staging: Staging,

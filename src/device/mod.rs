@@ -156,6 +156,8 @@ pub struct DeviceInfo {
     pub attention_backend: Option<String>,
     /// Library versions for the run file, by name.
     pub libraries: Vec<(String, String)>,
+    /// What the device does otherwise than asked or expected, in sentences.
+    pub notices: Vec<String>,
 }
 
 /// State of the card during a block. `None`: could not be read.

@@ -15,6 +15,7 @@ pub struct RunFacts {
     pub device: String,
     pub gpu_name: Option<String>,
     pub gpu_uuid: Option<String>,
+    pub gpu_memory_mib: Option<f64>,
     pub driver_version: Option<String>,
     pub cuda_version: Option<String>,
     /// `-g`.

@@ -5,6 +5,7 @@ use super::busy;
 use super::capture::{self, Setting};
 use super::context::{DeviceMemory, Event, MIB, PinnedMemory, copy_to_device, copy_to_host, in_phase};
 pub use super::cost::launch_cost;
+use super::cudnn::AttentionUse;
 use super::graph::Instance;
 use super::health::Monitor;
 use super::kernels::KernelLaunch;
@@ -66,6 +67,7 @@ pub struct CudaExecutor {
     memory: Memory,
     digest_words: DeviceMemory,
     monitor: Monitor,
+    attention_use: AttentionUse,
     inject: Option<Inject>,
     host: Option<HostCosts>,
     /// Free device memory before anything of ours but the context was there.
@@ -97,12 +99,17 @@ impl CudaExecutor {
         let results = context.alloc_host(RING * words.max(1) * 4)?;
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
+        let mut attention_use = AttentionUse::default();
         let mut side = |arm| -> Result<Side, DeviceError> {
             let mut kernels = session.kernels.borrow_mut();
             let mut matmuls = session.matmuls.borrow_mut();
+            let mut sdpas = session.sdpas.borrow_mut();
             let mut prep = CudaPrep {
                 kernels: &mut kernels,
                 matmuls: &mut matmuls,
+                sdpas: &mut sdpas,
+                attention: options.attention,
+                attention_use: &mut attention_use,
                 sm_count: context.sm_count,
                 cc: context.cc,
             };
@@ -133,6 +140,7 @@ impl CudaExecutor {
             memory,
             digest_words: context.alloc(digests * 8, "digests")?,
             monitor: Monitor::new(&context.uuid),
+            attention_use,
             inject,
             host: None,
             free_at_open,
@@ -333,6 +341,8 @@ fn gather(
 impl Executor for CudaExecutor {
     fn info(&self) -> DeviceInfo {
         let context = &self.session.context;
+        let cudnn = self.attention_use.ran_cudnn().then_some(Library::Cudnn);
+        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn);
         let version = |l: Library| Some((l.title().to_owned(), libraries::find(l).ok()?.version?));
         DeviceInfo {
             device: "cuda".to_owned(),
@@ -341,8 +351,9 @@ impl Executor for CudaExecutor {
             driver_version: self.monitor.driver_version(),
             cuda_version: Some(format!("{}.{}", context.driver_cuda / 1000, context.driver_cuda % 1000 / 10)),
             total_memory_mib: Some(context.total_bytes as f64 / MIB),
-            attention_backend: Some("mbperf".to_owned()),
-            libraries: [Library::Nvrtc, Library::CublasLt].into_iter().filter_map(version).collect(),
+            attention_backend: self.attention_use.title(),
+            libraries: libraries.into_iter().filter_map(version).collect(),
+            notices: self.attention_use.refusals.clone(),
         }
     }
 
@@ -411,7 +422,7 @@ impl Executor for CudaExecutor {
     fn planned_bytes(&self, arm: Arm) -> u64 {
         self.side(arm).map_or(0, |s| {
             let plan = &s.ready.plan.memory;
-            (plan.persistent_bytes + plan.arena_bytes) as u64
+            (plan.persistent_bytes + plan.arena_bytes + self.attention_use.bytes) as u64
         })
     }
 
