@@ -41,7 +41,8 @@ pub(super) fn watchdog(
             }
         }
         eprintln!("mbperf: {reason}");
-        std::process::exit(1);
+        // Without the driver's own clean-up at exit, which would wait for the call that hangs.
+        signal_hook::low_level::exit(1);
     };
     guard::watch(beat.clone(), limit, expired).context("cannot start the watchdog")?;
     Ok(beat)
