@@ -388,6 +388,9 @@ pub struct Mbperf {
     /// Read no clocks, no power, no neighbours, no profiler: to see what reading costs
     #[arg(long, hide = true)]
     pub no_samplers: bool,
+    /// Make the graph arm's steps (side b with --aa) so much longer by a kernel that spins: to see that it is found
+    #[arg(long, value_name = "PERCENT", hide = true, value_parser = parse_finite)]
+    pub spin_percent: Option<f64>,
     /// Timed steps of a block: to see that their number does not matter
     #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub block_steps: Option<u32>,

@@ -124,7 +124,10 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
                 far as f64 / wall.len() as f64
             }),
         device_busy_ms: busy.and_then(|b| b.as_ref().ok()).copied(),
-        busy_note: busy.and_then(|b| b.as_ref().err()).cloned(),
+        busy_note: match busy {
+            Some(found) => found.as_ref().err().cloned(),
+            None => (!options.busy).then(|| "no profiling pass was asked for".to_string()),
+        },
         launches_per_step: session.executor.launches_per_step(arm),
         planned_bytes: session.executor.planned_bytes(arm),
         loss_last: last.and_then(|s| s.loss),

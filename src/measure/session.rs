@@ -62,6 +62,8 @@ pub(super) struct Session<'a> {
     host_bound: [Option<bool>; 2],
     /// Timed run-ahead blocks of each side in which the queue never filled although the device is the limit.
     pub unfilled: [usize; 2],
+    /// Spun on the device at the end of each step of side 1, in milliseconds.
+    pub spin_ms: f64,
     /// Whether the card is read once a block.
     samplers: bool,
     /// Graphs may exist: they are destroyed on every path, panics too.
@@ -89,6 +91,7 @@ impl<'a> Session<'a> {
             phase: None,
             host_bound: [None; 2],
             unfilled: [0; 2],
+            spin_ms: 0.0,
             samplers,
             graphs: false,
         }
@@ -142,6 +145,9 @@ impl<'a> Session<'a> {
         pacing: Pacing,
     ) -> Result<Flight, Stop> {
         self.enter(phase);
+        if self.spin_ms > 0.0 {
+            self.executor.set_device_spin_ms(if side == 1 { self.spin_ms } else { 0.0 })?;
+        }
         let submitted = self.executor.submit(arm)?;
         Ok(Flight { submitted, arm, side, block, phase, pacing })
     }

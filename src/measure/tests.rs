@@ -535,6 +535,17 @@ fn a_neighbour_shows_in_the_times() {
 }
 
 #[test]
+fn a_device_that_spins_two_percent_longer_is_found() {
+    for arm in [Arm::Eager, Arm::Graph] {
+        let noise = Noise::seeded(8).white(0.003);
+        let options = Options { aa: Some(arm), device_spin: 0.02, ..Options::default() };
+        let outcome = measure_script(FakeExecutor::script().noise(noise), &options);
+        assert_eq!(outcome.verdict, Some(Verdict::Slower));
+        assert!((outcome.speedup.unwrap() * 1.02 - 1.0).abs() < 0.004, "{:?}", outcome.speedup);
+    }
+}
+
+#[test]
 fn without_samplers_nothing_is_read() {
     let health = Health { sm_clock_mhz: Some(1500.0), ..Health::default() };
     let script = FakeExecutor::script().health(health);
@@ -566,6 +577,12 @@ fn rates_over_a_thousand_runs() {
             println!(
                 "{name} x{ratio}: faster, slower, equivalent, undecided {counts:?}; coverage {hits}/1000"
             );
+            let [faster, slower, equivalent, _] = counts;
+            let right = if ratio == 1.0 { equivalent } else { faster };
+            let wrong = if ratio == 1.0 { faster + slower } else { slower };
+            assert!(wrong <= 10 && right >= 950, "{name} x{ratio}");
+            // 93 to 97 % is the aim; two modes of 2 % give intervals that are a little too wide.
+            assert!((930..=980).contains(&hits), "{name} x{ratio}: {hits}");
         }
     }
 }

@@ -70,6 +70,8 @@ pub struct CudaExecutor {
     attention_use: AttentionUse,
     inject: Option<Inject>,
     host: Option<HostCosts>,
+    /// Issued at the end of each step, and its length in milliseconds.
+    spin: Option<(KernelLaunch, f64)>,
     /// Free device memory before anything of ours but the context was there.
     free_at_open: usize,
     omit_launch: Option<usize>,
@@ -143,6 +145,7 @@ impl CudaExecutor {
             attention_use,
             inject,
             host: None,
+            spin: None,
             free_at_open,
             omit_launch: options.omit_launch,
             phase: Phase::Prepare,
@@ -207,8 +210,11 @@ impl CudaExecutor {
         let start = Instant::now();
         slot.start.record(main)?;
         side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
-        slot.end.record(main)?;
         let issued = start.elapsed();
+        if let Some((spin, _)) = &self.spin {
+            spin.issue(main.raw)?;
+        }
+        slot.end.record(main)?;
         if spoil {
             self.spoil()?;
         }
@@ -442,6 +448,17 @@ impl Executor for CudaExecutor {
             }
         }
         self.host = costs;
+        Ok(())
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        if ms <= 0.0 {
+            self.spin = None;
+        } else if self.spin.as_ref().is_none_or(|(_, now)| *now != ms) {
+            let kernel = self.session.kernels.borrow_mut().get(UTILITY, "spin", &[], 0)?;
+            let launch = kernel.bind(Config::linear(1, 1), &[Param::I64((ms * 1e6) as i64)])?;
+            self.spin = Some((launch, ms));
+        }
         Ok(())
     }
 
