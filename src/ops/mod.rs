@@ -17,6 +17,7 @@ pub mod rmsnorm;
 pub mod rng;
 pub mod rope;
 pub mod router;
+pub mod ssd;
 pub mod step;
 pub mod support;
 pub mod swiglu;
