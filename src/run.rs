@@ -1,15 +1,19 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::guard::{self, Beat, Guarded};
 use crate::device::inject::Inject;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
-use crate::measure::{self, Hooks, Options, Status};
+use crate::extrapolate::{self, Extrapolation, Point};
+use crate::host_model::HostModel;
+use crate::measure::{self, Hooks, Options, Outcome, Status};
 use crate::overrides::{self, Resolved};
 use crate::program::Program;
 use crate::recipe::Catalogue;
@@ -19,8 +23,9 @@ use crate::{dryrun, dump};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// Runs a command line; returns the exit code.
 ///
@@ -39,12 +44,13 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     }
     resolved.require_built()?;
     let faults = faults(args)?;
+    let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
         let change = shrink::shrink(&mut resolved.config, given(args));
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
     }
-    let options = options(&resolved, args, on_gpu);
+    let mut options = options(&resolved, args, on_gpu);
     options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
     let target = Target::new(
@@ -57,29 +63,180 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
-    let device = open_device(&plan, args, on_gpu, faults);
+    facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if let Some(model) = &host_model {
+        let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
+        options.host_costs = Some(costs);
+        facts.host_model = model.name.clone();
+        facts.host_model_other_fraction =
+            Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
+    }
+    let told = Arc::new(Mutex::new(facts.clone()));
+    let beat = watchdog(args, told.clone(), options.clone(), target)?;
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, &interrupt, &mut terminal)
+    {
+        Ok(points) => points,
+        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
+    };
+    let device = open_device(&plan, args, on_gpu, faults, beat);
     let mut executor = match device {
         Ok(executor) => executor,
-        Err(error) => {
-            facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
-            return failed_before_steps(&facts, &options, &mut writer, error);
-        }
+        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    add_device(&mut facts, &executor.info());
-    writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+    let info = executor.info();
+    info.notices.iter().for_each(|n| say(args, n));
+    add_device(&mut facts, &info);
     if let Some(dir) = &args.mbperf.dump {
-        dump::dump(dir, &resolved.config, &plan.eager.program, &mut *executor)?;
+        dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
     }
-    let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
-    let outcome = measure::run(&mut *executor, &options, hooks);
+    let mut code = 0;
+    let mut outcomes = Vec::new();
+    for repetition in 1..=args.mbperf.repeat {
+        if repetition > 1 {
+            facts.run_id = run_id::new();
+            facts.started_at = run_id::utc_now();
+        }
+        facts.repetition = repetition as usize;
+        if let Ok(mut told) = told.lock() {
+            told.clone_from(&facts);
+        }
+        // A profiler is heard by every later launch of the process.
+        options.busy = on_gpu && !args.mbperf.no_samplers && repetition == args.mbperf.repeat;
+        writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+        let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
+        let outcome = measure::run(&mut executor, &options, hooks);
+        facts.extrapolation =
+            extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
+        let reason = match &outcome.status {
+            Status::Failed(failure) => failure.to_string(),
+            Status::Ok | Status::Interrupted => String::new(),
+        };
+        let rows = Row::of_outcome(&facts, &outcome, &reason);
+        writer.rows(&rows)?;
+        let own = conclude(args, &rows, &outcome, &reason, &writer)?;
+        code = if code == 0 { own } else { code };
+        let interrupted = matches!(outcome.status, Status::Interrupted);
+        outcomes.push(outcome);
+        if interrupted {
+            break;
+        }
+    }
     drop(executor);
-    let reason = match &outcome.status {
-        Status::Failed(failure) => failure.to_string(),
-        Status::Ok | Status::Interrupted => String::new(),
+    if args.mbperf.repeat > 1 {
+        say(args, &summary::repetitions(&outcomes));
+    }
+    Ok(code)
+}
+
+/// Watches every device call. A hung one cannot be taken back: the failed rows are written from the watching
+/// thread, and the process ends.
+fn watchdog(
+    args: &Args,
+    facts: Arc<Mutex<RunFacts>>,
+    options: Options,
+    target: Target,
+) -> anyhow::Result<Beat> {
+    let beat = Beat::default();
+    let seconds = args.mbperf.watchdog;
+    if seconds < 0.0 {
+        return Err(
+            crate::commands::Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into()
+        );
+    }
+    let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+    if limit.is_zero() {
+        return Ok(beat);
+    }
+    let expired = move |phase| {
+        let reason = guard::hang_message(phase, limit);
+        if let Ok(facts) = facts.lock() {
+            let rows = Row::without_outcome(&facts, &options, "failed", &reason);
+            if let Err(e) = Writer::open(&target).and_then(|mut writer| writer.rows(&rows)) {
+                eprintln!("mbperf: {e}");
+            }
+        }
+        eprintln!("mbperf: {reason}");
+        std::process::exit(1);
     };
-    let rows = Row::of_outcome(&facts, &outcome, &reason);
-    writer.rows(&rows)?;
-    conclude(args, &rows, &outcome, &reason, &writer)
+    guard::watch(beat.clone(), limit, expired).context("cannot start the watchdog")?;
+    Ok(beat)
+}
+
+/// Shares of `--max_time` with `--extrapolate`: each program beside the run's own, and that one.
+const SIDE_SHARE: f64 = 0.25;
+
+/// Step times by side of the programs of 1, 2 and 3 micro-batches but the run's own. `None`: not asked for.
+fn side_points(
+    resolved: &Resolved,
+    args: &Args,
+    on_gpu: bool,
+    options: &Options,
+    beat: &Beat,
+    interrupt: &AtomicBool,
+    terminal: &mut Terminal,
+) -> Result<Option<Vec<[Option<Point>; 2]>>, DeviceError> {
+    struct NoSteps;
+    impl measure::StepSink for NoSteps {
+        fn steps(&mut self, _: &[measure::StepRecord]) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let own = resolved.config.batch.num_microbatches;
+    let whole = resolved.config.batch.num_microbatches_recipe;
+    if !args.mbperf.extrapolate {
+        return Ok(None);
+    }
+    if own >= whole {
+        say(
+            args,
+            &format!("--extrapolate: all {whole} micro-batches of the job are run: nothing to extrapolate"),
+        );
+        return Ok(None);
+    }
+    let internal = |e: anyhow::Error| DeviceError::internal(format!("--extrapolate: {e:#}"));
+    let mut points = Vec::new();
+    for count in extrapolate::COUNTS.into_iter().filter(|n| *n != own) {
+        say(args, &format!("--extrapolate: a step of {count} micro-batches"));
+        let mut cfg = resolved.config.clone();
+        cfg.batch.num_microbatches = count;
+        let plan = plan(&cfg, false).map_err(internal)?;
+        let mut executor = open_device(&plan, args, on_gpu, None, beat.clone())?;
+        let options = Options {
+            max_time_s: options.max_time_s * SIDE_SHARE,
+            busy: false,
+            host_costs: None,
+            ..options.clone()
+        };
+        let hooks = Hooks { interrupt, progress: &mut *terminal, sink: &mut NoSteps };
+        let outcome = measure::run(&mut executor, &options, hooks);
+        match outcome.status {
+            Status::Failed(measure::outcome::Failure::Device(e)) => return Err(e),
+            Status::Failed(e) => return Err(DeviceError::internal(e.to_string())),
+            // The run's own measurement sees the flag too.
+            Status::Interrupted => return Ok(None),
+            Status::Ok => points.push(points_of(&outcome, count)),
+        }
+    }
+    Ok(Some(points))
+}
+
+/// A point by side.
+fn points_of(outcome: &Outcome, micro_batches: usize) -> [Option<Point>; 2] {
+    [0, 1].map(|side| {
+        let arm = outcome.arms.get(side)?;
+        let (low, high) = arm.step_time_ms_ci95?;
+        Some(Point { micro_batches, step_time_ms: arm.step_time_ms?, half_width_ms: (high - low) / 2.0 })
+    })
+}
+
+fn extrapolation(resolved: &Resolved, beside: &[[Option<Point>; 2]], outcome: &Outcome) -> Extrapolation {
+    let batch = &resolved.config.batch;
+    let own = points_of(outcome, batch.num_microbatches);
+    let of = |side: usize| -> Vec<Point> { beside.iter().chain([&own]).filter_map(|p| p[side]).collect() };
+    let mut from: Vec<usize> = of(0).iter().map(|p| p.micro_batches).collect();
+    from.sort_unstable();
+    let to = batch.num_microbatches_recipe;
+    Extrapolation { to, from, arms: [0, 1].map(|side| extrapolate::fit(&of(side), to)) }
 }
 
 fn conclude(
@@ -144,6 +301,30 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
     Ok(0)
 }
 
+/// `mbperf ops`: the ops of a run's step, each alone.
+///
+/// # Errors
+/// As [`run`]; a GPU is needed.
+pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    resolved.require_built()?;
+    if !choose_device(args)? {
+        return Err(DeviceError::Unavailable(
+            "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
+        )
+        .into());
+    }
+    let plan = plan(&resolved.config, false)?;
+    let own = &args.mbperf;
+    let options = CudaOptions {
+        cache_dir: own.kernel_cache.clone(),
+        cuda_path: own.cuda_path.clone(),
+        ..Default::default()
+    };
+    crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
+}
+
 /// Share, program and both arms.
 fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
     let share = RankShare::of(cfg)?;
@@ -179,7 +360,10 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
             crate::args::Arm::Eager => Arm::Eager,
             crate::args::Arm::Graph => Arm::Graph,
         }),
-        busy: on_gpu,
+        busy: on_gpu && !own.no_samplers,
+        host_costs: None,
+        samplers: !own.no_samplers,
+        block_steps: own.block_steps.map(|n| n as usize),
     }
 }
 
@@ -223,18 +407,32 @@ fn open_device(
     args: &Args,
     on_gpu: bool,
     inject: Option<Inject>,
-) -> Result<Box<dyn Executor>, DeviceError> {
-    Ok(if on_gpu {
+    beat: Beat,
+) -> Result<Guarded, DeviceError> {
+    let (disturbing, failing) = match inject {
+        Some(fault) if fault.kind.disturbs() => (Some(fault), None),
+        other => (None, other),
+    };
+    Guarded::open(beat, disturbing, || {
+        if !on_gpu {
+            return Ok(Box::new(CpuExecutor::new(plan.clone(), failing, None)?));
+        }
         let own = &args.mbperf;
         let options = CudaOptions {
             cache_dir: own.kernel_cache.clone(),
             cuda_path: own.cuda_path.clone(),
-            inject,
+            inject: failing,
+            attention: AttentionChoice {
+                backend: match own.attention_backend {
+                    AttentionKernels::Auto => AttentionBackend::Auto,
+                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                    AttentionKernels::Own => AttentionBackend::Own,
+                },
+                deterministic: own.attention_deterministic,
+            },
             ..Default::default()
         };
-        Box::new(CudaExecutor::new(plan, options)?)
-    } else {
-        Box::new(CpuExecutor::new(plan.clone(), inject, None)?)
+        Ok(Box::new(CudaExecutor::new(plan, options)?))
     })
 }
 
@@ -333,6 +531,7 @@ fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
     facts.device = info.device.clone();
     facts.gpu_name = info.gpu_name.clone();
     facts.gpu_uuid = info.gpu_uuid.clone();
+    facts.gpu_memory_mib = info.total_memory_mib;
     facts.driver_version = info.driver_version.clone();
     facts.cuda_version = info.cuda_version.clone();
     facts.attention_backend = info.attention_backend.clone();

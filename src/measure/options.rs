@@ -1,6 +1,7 @@
 //! What a measurement may cost and how it judges. Every default stands here.
 
 use crate::device::Arm;
+use crate::device::host::HostCosts;
 
 /// Settings of one measurement of one program.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,6 +23,12 @@ pub struct Options {
     pub aa: Option<Arm>,
     /// Take device-busy times in a profiling pass at the end; only the last measurement of a process may.
     pub busy: bool,
+    /// `--host_model`: host times for blocks of their own after the bare ones.
+    pub host_costs: Option<HostCosts>,
+    /// Reads clocks, power and neighbours once a block. Off to see what that costs (`--no_samplers`).
+    pub samplers: bool,
+    /// Timed steps of a block, in place of the rule by time: to see that it does not matter (`--block_steps`).
+    pub block_steps: Option<usize>,
 }
 
 /// DESIGN 5.
@@ -50,6 +57,9 @@ impl Default for Options {
             graph: true,
             aa: None,
             busy: true,
+            host_costs: None,
+            samplers: true,
+            block_steps: None,
         }
     }
 }

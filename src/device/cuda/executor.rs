@@ -5,6 +5,7 @@ use super::busy;
 use super::capture::{self, Setting};
 use super::context::{DeviceMemory, Event, MIB, PinnedMemory, copy_to_device, copy_to_host, in_phase};
 pub use super::cost::launch_cost;
+use super::cudnn::AttentionUse;
 use super::graph::Instance;
 use super::health::Monitor;
 use super::kernels::KernelLaunch;
@@ -15,6 +16,7 @@ use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
+use crate::device::host::{HostCosts, Pacer};
 use crate::device::inject::{Inject, Kind};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
@@ -65,7 +67,11 @@ pub struct CudaExecutor {
     memory: Memory,
     digest_words: DeviceMemory,
     monitor: Monitor,
+    attention_use: AttentionUse,
     inject: Option<Inject>,
+    host: Option<HostCosts>,
+    /// Free device memory before anything of ours but the context was there.
+    free_at_open: usize,
     omit_launch: Option<usize>,
     phase: Phase,
     tickets: u64,
@@ -85,6 +91,7 @@ impl CudaExecutor {
         }
         let session = Session::open(&options)?;
         let context = &session.context;
+        let free_at_open = context.memory()?.0;
         let arms = || [Some(&plan.eager), plan.graph.as_ref()].into_iter().flatten();
         let memory = Memory::new(context, plan)?;
         let lanes = Lanes::new(context, arms().map(|a| lanes::count(&a.program)).max().unwrap_or(1))?;
@@ -92,12 +99,17 @@ impl CudaExecutor {
         let results = context.alloc_host(RING * words.max(1) * 4)?;
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
+        let mut attention_use = AttentionUse::default();
         let mut side = |arm| -> Result<Side, DeviceError> {
             let mut kernels = session.kernels.borrow_mut();
             let mut matmuls = session.matmuls.borrow_mut();
+            let mut sdpas = session.sdpas.borrow_mut();
             let mut prep = CudaPrep {
                 kernels: &mut kernels,
                 matmuls: &mut matmuls,
+                sdpas: &mut sdpas,
+                attention: options.attention,
+                attention_use: &mut attention_use,
                 sm_count: context.sm_count,
                 cc: context.cc,
             };
@@ -128,7 +140,10 @@ impl CudaExecutor {
             memory,
             digest_words: context.alloc(digests * 8, "digests")?,
             monitor: Monitor::new(&context.uuid),
+            attention_use,
             inject,
+            host: None,
+            free_at_open,
             omit_launch: options.omit_launch,
             phase: Phase::Prepare,
             tickets: 0,
@@ -179,16 +194,19 @@ impl CudaExecutor {
         }
     }
 
-    /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the part spent waiting.
-    fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<(Duration, Duration), DeviceError> {
+    /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the parts of it spent waiting
+    /// and spinning for the host model.
+    fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<[Duration; 3], DeviceError> {
         let side = self.side(arm)?;
         let slot = &self.slots[at];
         let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
+        let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
+        let mut pacer = Pacer::new(costs);
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
         slot.start.record(main)?;
-        side.ready.step(&self.lanes, graphs, &mut waited)?;
+        side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
         slot.end.record(main)?;
         let issued = start.elapsed();
         if spoil {
@@ -198,7 +216,7 @@ impl CudaExecutor {
             results.gather[at].issue(main.raw)?;
         }
         slot.done.record(main)?;
-        Ok((issued, waited))
+        Ok([issued, waited, pacer.spun()])
     }
 
     /// A wrong result on demand: other bits in the first buffer that the equality check hashes.
@@ -323,6 +341,8 @@ fn gather(
 impl Executor for CudaExecutor {
     fn info(&self) -> DeviceInfo {
         let context = &self.session.context;
+        let cudnn = self.attention_use.ran_cudnn().then_some(Library::Cudnn);
+        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn);
         let version = |l: Library| Some((l.title().to_owned(), libraries::find(l).ok()?.version?));
         DeviceInfo {
             device: "cuda".to_owned(),
@@ -331,8 +351,9 @@ impl Executor for CudaExecutor {
             driver_version: self.monitor.driver_version(),
             cuda_version: Some(format!("{}.{}", context.driver_cuda / 1000, context.driver_cuda % 1000 / 10)),
             total_memory_mib: Some(context.total_bytes as f64 / MIB),
-            attention_backend: Some("mbperf".to_owned()),
-            libraries: [Library::Nvrtc, Library::CublasLt].into_iter().filter_map(version).collect(),
+            attention_backend: self.attention_use.title(),
+            libraries: libraries.into_iter().filter_map(version).collect(),
+            notices: self.attention_use.refusals.clone(),
         }
     }
 
@@ -359,12 +380,12 @@ impl Executor for CudaExecutor {
         if self.slots[at].busy.is_some() {
             return Err(DeviceError::internal(format!("more than {RING} steps in flight")));
         }
-        let (issued, waited) =
+        let [issued, waited, spun] =
             self.issue(arm, at, spoil).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
         self.slots[at].busy = Some((ticket, arm));
         self.tickets = ticket;
-        let wait_ms = waited.as_secs_f64() * 1e3;
-        Ok(Submitted { submit_ms: issued.as_secs_f64() * 1e3 - wait_ms, wait_ms, ticket })
+        let [issued_ms, wait_ms, modelled_ms] = [issued, waited, spun].map(|d| d.as_secs_f64() * 1e3);
+        Ok(Submitted { submit_ms: issued_ms - wait_ms - modelled_ms, wait_ms, modelled_ms, ticket })
     }
 
     fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError> {
@@ -401,7 +422,7 @@ impl Executor for CudaExecutor {
     fn planned_bytes(&self, arm: Arm) -> u64 {
         self.side(arm).map_or(0, |s| {
             let plan = &s.ready.plan.memory;
-            (plan.persistent_bytes + plan.arena_bytes) as u64
+            (plan.persistent_bytes + plan.arena_bytes + self.attention_use.bytes) as u64
         })
     }
 
@@ -411,6 +432,24 @@ impl Executor for CudaExecutor {
 
     fn health(&mut self) -> Health {
         self.monitor.read()
+    }
+
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        if let Some(costs) = &costs {
+            costs.eager.check(&self.eager.ready.plan)?;
+            if let Some(graph) = &self.graph {
+                costs.arm(Arm::Graph)?.check(&graph.ready.plan)?;
+            }
+        }
+        self.host = costs;
+        Ok(())
+    }
+
+    fn memory_used_mib(&mut self) -> Option<f64> {
+        let alone = self.monitor.read().other_processes.is_none_or(|n| n == 0);
+        let free = self.session.context.memory().ok()?.0;
+        let used = self.free_at_open.checked_sub(free)?;
+        alone.then_some(used as f64 / MIB)
     }
 
     fn read(&mut self, buffer: BufId) -> Result<Vec<f32>, DeviceError> {
@@ -424,7 +463,7 @@ impl Executor for CudaExecutor {
             let side = self.side(arm)?;
             let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
             let mut waited = Duration::ZERO;
-            side.ready.step(&self.lanes, graphs, &mut waited)?;
+            side.ready.step(&self.lanes, graphs, &mut waited, &mut Pacer::off())?;
             session.context.synchronize()
         };
         busy::record(|| step().map_err(|e: DeviceError| e.to_string())).map(|(ms, _)| ms)
