@@ -16,7 +16,7 @@ fn main() -> ExitCode {
     match code {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            eprintln!("mbperf: {failure:#}");
+            commands::complain(&commands::told(&failure));
             ExitCode::from(commands::exit_code(&failure))
         }
     }

@@ -3,6 +3,7 @@
 use crate::args::{Args, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
+use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
@@ -19,6 +20,7 @@ use crate::{dryrun, dump};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -28,16 +30,23 @@ use std::sync::atomic::AtomicBool;
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    if args.variant.list_config_variants {
+        return list_variants(&catalogue, args);
+    }
     let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
-    if let Some(path) = &args.logging.save_config_filepath {
-        std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
-            .with_context(|| format!("--save_config_filepath: cannot write {}", path.display()))?;
-    }
     if args.general.dryrun {
-        return dry_run(&resolved, args);
+        save_config(&resolved.config, args)?;
+        return match dry_run(&resolved, args) {
+            Err(e) if broken_pipe(&e) => Ok(0),
+            other => other,
+        };
     }
     resolved.require_built()?;
+    if args.mbperf.output.as_deref() == Some(Path::new("-")) && args.mbperf.format == Format::Json {
+        return Err(usage("-o - puts CSV on standard output, where --format json goes too: leave one of them out"));
+    }
+    let effective = resolved.config.clone();
     let faults = faults(args)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
@@ -45,7 +54,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
     }
     let options = options(&resolved, args, on_gpu);
-    options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
+    options.check().map_err(|e| usage(&e))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
     let target = Target::new(
         args.mbperf.output.as_ref().and_then(|p| p.to_str()),
@@ -53,7 +62,11 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         &resolved.config.identity.gpu,
         &resolved.config.identity.recipe_dtype,
     );
+    if let Some(dir) = &args.mbperf.dump {
+        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
+    }
     let mut writer = Writer::open(&target)?;
+    save_config(&effective, args)?;
     let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
@@ -82,6 +95,34 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     conclude(args, &rows, &outcome, &reason, &writer)
 }
 
+fn usage(message: &str) -> anyhow::Error {
+    Usage(message.to_owned()).into()
+}
+
+/// `--save_config_filepath`: the effective configuration, before a CPU run makes it small.
+fn save_config(config: &RunConfig, args: &Args) -> anyhow::Result<()> {
+    let Some(path) = &args.logging.save_config_filepath else { return Ok(()) };
+    std::fs::write(path, serde_json::to_string_pretty(config)?).map_err(|e| {
+        usage(&format!("--save_config_filepath: cannot write {}: {e}; choose another file", path.display()))
+    })
+}
+
+/// `--list_config_variants`: of the recipes that `-m`, `-mr`, `-g`, `-c` and `--task` leave.
+fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
+    let asked = overrides::selector(args);
+    // Names the first of the options that fits nothing; a group may have recipes with a variant only.
+    let variants = catalogue.variants(&asked)?;
+    let mut text = String::new();
+    for (variant, functions) in variants {
+        let name = variant.unwrap_or_else(|| "(none: leave -cv out)".to_owned());
+        text += &format!("{name:<24}{}\n", functions.join(", "));
+    }
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
+        _ => Ok(0),
+    }
+}
+
 fn conclude(
     args: &Args,
     rows: &[Row],
@@ -89,23 +130,23 @@ fn conclude(
     reason: &str,
     writer: &Writer,
 ) -> anyhow::Result<u8> {
-    if matches!(args.mbperf.format, Format::Json) && writer.path().is_some() {
+    if args.mbperf.format == Format::Json {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
     } else {
-        eprint!("{}", summary::render(rows));
+        say(args, summary::render(rows).trim_end());
     }
     if let Some(path) = writer.path().filter(|_| !rows.is_empty()) {
         say(args, &format!("rows: {}", path.display()));
     }
     match &outcome.status {
-        Status::Interrupted => eprintln!("mbperf: interrupted; finished rows stay"),
-        Status::Failed(_) => eprintln!("mbperf: {reason}"),
+        Status::Interrupted => complain("interrupted; finished rows stay"),
+        Status::Failed(_) => complain(reason),
         Status::Ok => {}
     }
     let disturbances = outcome.disturbances();
     if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
-        eprintln!("mbperf: --strict: {}", disturbances.join("; "));
+        complain(&format!("--strict: {}", disturbances.join("; ")));
         return Ok(1);
     }
     Ok(outcome.status.exit_code())
@@ -113,7 +154,7 @@ fn conclude(
 
 fn say(args: &Args, line: &str) {
     if !args.mbperf.quiet {
-        eprintln!("{line}");
+        commands::say(line);
     }
 }
 
@@ -195,9 +236,9 @@ fn choose_device(args: &Args) -> anyhow::Result<bool> {
     match probe() {
         Availability::Ready(_) => Ok(true),
         Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
-            eprintln!(
+            commands::say(&format!(
                 "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
-            );
+            ));
             Ok(false)
         }
         Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
@@ -213,7 +254,7 @@ fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
         .inject
         .first()
         .map(|text| {
-            text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())
+            text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into())
         })
         .transpose()
 }

@@ -348,7 +348,7 @@ pub struct Mbperf {
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub pp_rank: i64,
     /// Seed of weights, tokens, routing and dropout
-    #[arg(long, value_name = "N", default_value_t = defaults::SEED)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = defaults::SEED)]
     pub seed: u64,
     /// Time an arm against itself
     #[arg(long, value_name = "ARM")]

@@ -21,7 +21,10 @@ pub enum OutputError {
     )]
     Refused { path: String, reason: String },
     /// Exit 1: a write failed.
-    #[error("writing results to {path} failed: {source}; rows written before are whole")]
+    #[error(
+        "writing results to {path} failed: {source}; make room there or choose another file with -o/--output; rows \
+         written before are whole"
+    )]
     Write { path: String, source: io::Error },
 }
 
@@ -172,10 +175,13 @@ fn lock(file: &File) -> io::Result<bool> {
 
 fn io_reason(error: &io::Error, path: &Path) -> String {
     match error.kind() {
-        ErrorKind::NotFound => {
-            let folder = path.parent().map_or(String::new(), |p| p.display().to_string());
-            format!("the folder {folder} does not exist")
-        }
+        ErrorKind::NotFound if path.is_symlink() => "it is a link to a place that does not exist".into(),
+        ErrorKind::NotFound => match path.parent().filter(|p| !p.as_os_str().is_empty()) {
+            Some(folder) if !folder.exists() => format!("the folder {} does not exist", folder.display()),
+            Some(folder) => format!("no file can be made in {}", folder.display()),
+            None => "the working directory is gone".into(),
+        },
+        ErrorKind::AlreadyExists => "there is a file of that name".into(),
         ErrorKind::PermissionDenied => "no permission to write there".into(),
         _ => error.to_string(),
     }

@@ -14,6 +14,15 @@ use crate::program::{BufId, Lifetime};
 use std::collections::VecDeque;
 use std::time::Instant;
 
+const MIB: f64 = (1u64 << 20) as f64;
+
+/// Memory that this machine can still give, in bytes; `None` where the kernel does not say (no Linux).
+fn free_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
 /// Runs a [`RunPlan`] on the host.
 pub struct CpuExecutor {
     plan: RunPlan,
@@ -33,11 +42,22 @@ pub struct CpuExecutor {
 impl CpuExecutor {
     pub fn new(
         plan: RunPlan,
-        inject: Option<Inject>,
+        mut inject: Option<Inject>,
         omit_launch: Option<usize>,
     ) -> Result<Self, DeviceError> {
+        Inject::at(&mut inject, Phase::Prepare)?;
         // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
         let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
+        let need = Storage::bytes(&widest);
+        if let Some(free) = free_memory().filter(|free| need > *free) {
+            return Err(DeviceError::OutOfMemory {
+                phase: Phase::Prepare,
+                what: "the model on the CPU (four bytes an element)".into(),
+                need_mib: need as f64 / MIB,
+                free_mib: free as f64 / MIB,
+                remedy: "leave --full_size out, or lower --num_layers, -sl, --vocab_size or --hidden_size".into(),
+            });
+        }
         let storage = Storage::new(&widest, plan.seed);
         Ok(Self {
             plan,
@@ -62,8 +82,8 @@ impl CpuExecutor {
         }
     }
 
-    fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
-        let wrong = self.fault()?;
+    /// `wrong`: it is to compute something else.
+    fn run_step(&mut self, arm: Arm, wrong: bool) -> Result<f64, DeviceError> {
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
@@ -91,16 +111,6 @@ impl CpuExecutor {
             }
         }
         Ok(wait_ms)
-    }
-
-    /// Fails if a fault is injected here; true if this step is to compute a wrong result.
-    fn fault(&mut self) -> Result<bool, DeviceError> {
-        let phase = self.phase;
-        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
-            None => Ok(false),
-            Some(Kind::WrongResult) => Ok(true),
-            Some(kind) => Err(kind.error(phase)),
-        }
     }
 
     fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
@@ -134,8 +144,12 @@ impl Executor for CpuExecutor {
     }
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
         let start = self.now_ms();
-        let wait_ms = self.run_step(arm)?;
-        let result = self.result(arm);
+        let fault = Inject::at(&mut self.inject, self.phase)?;
+        let wait_ms = self.run_step(arm, fault == Some(Kind::WrongResult))?;
+        let mut result = self.result(arm);
+        if let (Some(kind), Ok(finished)) = (fault, &mut result) {
+            kind.mar(finished);
+        }
         self.finished.push_back(result);
         self.tickets += 1;
         Ok(Submitted { submit_ms: self.now_ms() - start - wait_ms, wait_ms, ticket: self.tickets })
@@ -147,7 +161,10 @@ impl Executor for CpuExecutor {
     }
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         let start = Instant::now();
-        let mut wrong = self.fault()?;
+        let mut wrong = Inject::at(&mut self.inject, Phase::Capture)?.is_some();
+        // A list is made and there: nothing else can fail, unless it is asked to.
+        Inject::at(&mut self.inject, Phase::Instantiate)?;
+        Inject::at(&mut self.inject, Phase::Upload)?;
         let plan = self.arm(Arm::Graph)?.clone();
         self.graphs = vec![Vec::new(); plan.graphs()];
         for segment in &plan.segments {

@@ -58,6 +58,12 @@ impl Storage {
         Self { data: data.collect(), seed }
     }
 
+    /// Host memory of [`Storage::new`]; at most `u64::MAX`.
+    pub fn bytes(program: &Program) -> u64 {
+        let roots = program.buffers.iter().filter(|b| b.view_of.is_none());
+        roots.fold(0, |sum, b| sum.saturating_add((b.len() as u64).saturating_mul(4)))
+    }
+
     /// Every buffer as its `Init` says, in the order of ids; activations are poisoned.
     pub fn reset(&mut self, program: &Program) -> Result<(), DeviceError> {
         for (i, b) in program.buffers.iter().enumerate() {

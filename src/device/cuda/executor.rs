@@ -66,6 +66,8 @@ pub struct CudaExecutor {
     digest_words: DeviceMemory,
     monitor: Monitor,
     inject: Option<Inject>,
+    /// Step whose results hold an injected fault.
+    marred: Option<(u64, Kind)>,
     omit_launch: Option<usize>,
     phase: Phase,
     tickets: u64,
@@ -80,9 +82,7 @@ impl CudaExecutor {
     /// Errors: [`DeviceError::Unavailable`], [`DeviceError::OutOfMemory`], or a defect found in preparation.
     pub fn new(plan: &RunPlan, options: CudaOptions) -> Result<Self, DeviceError> {
         let mut inject = options.inject.clone();
-        if let Some(kind) = inject.as_mut().and_then(|i| i.fire(Phase::Prepare)) {
-            return Err(kind.error(Phase::Prepare));
-        }
+        Inject::at(&mut inject, Phase::Prepare)?;
         let session = Session::open(&options)?;
         let context = &session.context;
         let arms = || [Some(&plan.eager), plan.graph.as_ref()].into_iter().flatten();
@@ -129,6 +129,7 @@ impl CudaExecutor {
             digest_words: context.alloc(digests * 8, "digests")?,
             monitor: Monitor::new(&context.uuid),
             inject,
+            marred: None,
             omit_launch: options.omit_launch,
             phase: Phase::Prepare,
             tickets: 0,
@@ -167,16 +168,6 @@ impl CudaExecutor {
     pub fn free_memory_mib(&self) -> Result<f64, DeviceError> {
         self.session.context.synchronize()?;
         Ok(self.session.context.memory()?.0 as f64 / MIB)
-    }
-
-    /// Whether the fault asked for at this place is a wrong result; other kinds are errors.
-    fn fault(&mut self) -> Result<bool, DeviceError> {
-        let phase = self.phase;
-        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
-            None => Ok(false),
-            Some(Kind::WrongResult) => Ok(true),
-            Some(kind) => Err(kind.error(phase)),
-        }
     }
 
     /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the part spent waiting.
@@ -353,15 +344,16 @@ impl Executor for CudaExecutor {
     }
 
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
-        let spoil = self.fault()?;
+        let fault = Inject::at(&mut self.inject, self.phase)?;
         let ticket = self.tickets + 1;
         let at = (ticket % RING as u64) as usize;
         if self.slots[at].busy.is_some() {
             return Err(DeviceError::internal(format!("more than {RING} steps in flight")));
         }
         let (issued, waited) =
-            self.issue(arm, at, spoil).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
+            self.issue(arm, at, fault == Some(Kind::WrongResult)).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
         self.slots[at].busy = Some((ticket, arm));
+        self.marred = fault.map(|kind| (ticket, kind)).or(self.marred);
         self.tickets = ticket;
         let wait_ms = waited.as_secs_f64() * 1e3;
         Ok(Submitted { submit_ms: issued.as_secs_f64() * 1e3 - wait_ms, wait_ms, ticket })
@@ -376,7 +368,11 @@ impl Executor for CudaExecutor {
         let slot = &self.slots[at];
         let span = slot.done.synchronize().and_then(|()| slot.end.since_ms(&slot.start));
         let span = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
-        self.finished(arm, at, span)
+        let mut finished = self.finished(arm, at, span)?;
+        if let Some((_, kind)) = self.marred.take_if(|(ticket, _)| *ticket == step.ticket) {
+            kind.mar(&mut finished);
+        }
+        Ok(finished)
     }
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
