@@ -80,7 +80,10 @@ pub fn exit_code(failure: &anyhow::Error) -> u8 {
     let usage = failure.is::<UsageError>()
         || failure.is::<RecipeError>()
         || failure.is::<Usage>()
-        || matches!(failure.downcast_ref::<ShowError>(), Some(ShowError::Unknown { .. } | ShowError::Recipe(_)))
+        || matches!(
+            failure.downcast_ref::<ShowError>(),
+            Some(ShowError::Unknown { .. } | ShowError::Recipe(_))
+        )
         || failure.is::<ShareError>();
     let unbuilt = matches!(failure.downcast_ref::<WorkloadError>(), Some(WorkloadError::Unsupported(_)));
     let no_scope = matches!(failure.downcast_ref::<CaptureError>(), Some(CaptureError::Nothing { .. }));

@@ -16,7 +16,11 @@ fn main() -> ExitCode {
     match code {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            commands::complain(&commands::told(&failure));
+            commands::complain(&match failure.downcast_ref::<std::io::Error>() {
+                // Files are named where they fail: what is left is what is printed.
+                Some(e) => format!("cannot write standard output: {e}"),
+                None => commands::told(&failure),
+            });
             ExitCode::from(commands::exit_code(&failure))
         }
     }

@@ -44,7 +44,9 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     }
     resolved.require_built()?;
     if args.mbperf.output.as_deref() == Some(Path::new("-")) && args.mbperf.format == Format::Json {
-        return Err(usage("-o - puts CSV on standard output, where --format json goes too: leave one of them out"));
+        return Err(usage(
+            "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
+        ));
     }
     let effective = resolved.config.clone();
     let faults = faults(args)?;
@@ -62,11 +64,11 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         &resolved.config.identity.gpu,
         &resolved.config.identity.recipe_dtype,
     );
+    let mut writer = Writer::open(&target)?;
+    save_config(&effective, args)?;
     if let Some(dir) = &args.mbperf.dump {
         dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
     }
-    let mut writer = Writer::open(&target)?;
-    save_config(&effective, args)?;
     let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
@@ -253,9 +255,7 @@ fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
     args.mbperf
         .inject
         .first()
-        .map(|text| {
-            text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into())
-        })
+        .map(|text| text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into()))
         .transpose()
 }
 

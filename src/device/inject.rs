@@ -1,6 +1,7 @@
 //! Faults on demand (`--inject phase:kind[:n]`), so that the paths of failure are tested on every device.
 
 use super::{DeviceError, Finished, Phase};
+use crate::program::{BufId, Lifetime, Program};
 use std::str::FromStr;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +70,12 @@ impl Kind {
     }
 }
 
+/// The hashed buffer that a wrong result goes into: one that lasts, for steps write gradients anew.
+pub fn lasting(program: &Program) -> Option<BufId> {
+    let lasts = |id: &&BufId| program.buffer(**id).lifetime != Lifetime::MainGrad;
+    program.digest.iter().find(lasts).or(program.digest.first()).copied()
+}
+
 /// One fault: of `kind`, at the `nth` time (from 1) that `phase` does something.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inject {
@@ -133,7 +140,9 @@ impl FromStr for Inject {
             .ok_or_else(|| format!("no kind {kind:?}; there are {}", kinds()))?
             .1;
         if !kind.shows_in(phase) {
-            return Err(format!("{text:?}: a result has no place in the phase {phase}; use driver_error there"));
+            return Err(format!(
+                "{text:?}: a result has no place in the phase {phase}; use driver_error there"
+            ));
         }
         let nth = match parts.next() {
             None => 1,

@@ -96,7 +96,11 @@ impl Catalogue {
     }
 
     fn not_found(&self, chosen: &[Level], (flag, asked, of): Level, left: &[&Recipe]) -> RecipeError {
-        let shown = |word: &str| if word.is_empty() { "(none)".to_owned() } else { word.to_owned() };
+        let shown = |word: &str| match word {
+            "" if asked.is_empty() => "(none)".to_owned(),
+            "" => format!("one without {flag}"),
+            _ => word.to_owned(),
+        };
         let available: BTreeSet<&str> = left.iter().map(|r| of(r)).collect();
         let mut context = String::new();
         for (i, (flag, word, _)) in chosen.iter().enumerate() {

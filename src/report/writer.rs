@@ -213,11 +213,26 @@ pub struct Writer {
     runs: Option<Appender>,
     run_id: String,
     stdout_begun: bool,
+    /// The default folder, if it is ours: goes again if nothing comes into it.
+    _made: MadeFolder,
+}
+
+/// A folder that was made for the results.
+struct MadeFolder(Option<PathBuf>);
+
+impl Drop for MadeFolder {
+    fn drop(&mut self) {
+        // Fails, as it should, while there is a file in it.
+        if let Some(folder) = &self.0 {
+            let _ = std::fs::remove_dir(folder);
+        }
+    }
 }
 
 impl Writer {
     /// Opens and checks every file before the run, and writes to none.
     pub fn open(target: &Target) -> Result<Self, OutputError> {
+        let mut made = MadeFolder(None);
         let path = match target {
             Target::Stdout => {
                 return Ok(Self {
@@ -226,11 +241,13 @@ impl Writer {
                     runs: None,
                     run_id: String::new(),
                     stdout_begun: false,
+                    _made: MadeFolder(None),
                 });
             }
             Target::File(path) => path,
             Target::Default(path) => {
                 if let Some(folder) = path.parent() {
+                    made.0 = (!folder.exists()).then(|| folder.to_owned());
                     std::fs::create_dir_all(folder).map_err(|e| OutputError::Refused {
                         path: folder.display().to_string(),
                         reason: io_reason(&e, folder),
@@ -256,7 +273,7 @@ impl Writer {
         } else {
             (None, None)
         };
-        Ok(Self { rows: Some(rows), steps, runs, run_id: String::new(), stdout_begun: false })
+        Ok(Self { rows: Some(rows), steps, runs, run_id: String::new(), stdout_begun: false, _made: made })
     }
 
     /// The rows' file; `None` for standard output.

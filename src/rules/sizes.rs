@@ -16,6 +16,8 @@ const MAX_EXPERTS: i64 = 1 << 14;
 /// FLOPs of a rank's step beyond which no GPU ends it within a quarter of an hour (at 10^15 a second); products of
 /// sizes below it also fit their integers.
 const MAX_STEP_FLOPS: f64 = 1e18;
+/// Layers times micro-batches of a rank's step: some hundred launches each, all planned and kept one by one.
+const MAX_LAYER_PASSES: f64 = 32768.0;
 /// Widths of vectors that kernels load at once, in bf16 elements (16 bytes).
 const VECTOR: i64 = 8;
 
@@ -34,6 +36,14 @@ fn out_of_range(e: &Effective, keys: &[&str], least: i64, most: i64) -> Option<S
     keys.iter().find_map(bad)
 }
 
+/// Micro-batches of a step that are run.
+fn micro_batches(e: &Effective) -> f64 {
+    let of = |key: &str| e.values.int(key).map_or(1.0, |v| v as f64);
+    let job = of("train.global_batch_size") / (of("train.micro_batch_size") * e.dp() as f64).max(1.0);
+    let most = e.args.mbperf.max_microbatches as f64;
+    if most > 0.0 { job.min(most).max(1.0) } else { job.max(1.0) }
+}
+
 /// FLOPs of a rank's step, roughly: six a weight and token, and attention's square.
 fn step_flops(e: &Effective) -> f64 {
     let of = |key: &str| e.values.int(key).map_or(0.0, |v| v as f64);
@@ -47,10 +57,7 @@ fn step_flops(e: &Effective) -> f64 {
         + of("model.seq_length") * width;
     let ranks = (e.tp() * e.pp()) as f64;
     let head = hidden * of("model.vocab_size") / e.tp() as f64;
-    let job = of("train.global_batch_size") / (of("train.micro_batch_size") * e.dp() as f64).max(1.0);
-    let most = e.args.mbperf.max_microbatches as f64;
-    let micro_batches = if most > 0.0 { job.min(most) } else { job }.max(1.0);
-    6.0 * tokens * micro_batches * (layer * of("model.num_layers") / ranks + head)
+    6.0 * tokens * micro_batches(e) * (layer * of("model.num_layers") / ranks + head)
 }
 
 pub const NUMBERS: &[Rule] = &[
@@ -118,6 +125,16 @@ pub const NUMBERS: &[Rule] = &[
                     );
                     when(tokens > MAX_LENGTH, || {
                         format!("-mb x -sl is {tokens} tokens a micro-batch, above {MAX_LENGTH}")
+                    })
+                })
+                .or_else(|| {
+                    let layers = e.values.int("model.num_layers").unwrap_or(1) as f64 / e.pp() as f64;
+                    let passes = (layers * micro_batches(e)).ceil();
+                    when(passes > MAX_LAYER_PASSES, || {
+                        format!(
+                            "a rank's layers times the micro-batches to run (--max_microbatches) are {passes}, above \
+                             {MAX_LAYER_PASSES}"
+                        )
                     })
                 })
                 .or_else(|| {

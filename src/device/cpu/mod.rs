@@ -7,7 +7,7 @@ mod storage;
 
 pub use storage::{Storage, global_index, name_hash};
 
-use super::inject::{Inject, Kind};
+use super::inject::{Inject, Kind, lasting};
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
 use crate::program::{BufId, Lifetime};
@@ -55,7 +55,8 @@ impl CpuExecutor {
                 what: "the model on the CPU (four bytes an element)".into(),
                 need_mib: need as f64 / MIB,
                 free_mib: free as f64 / MIB,
-                remedy: "leave --full_size out, or lower --num_layers, -sl, --vocab_size or --hidden_size".into(),
+                remedy: "leave --full_size out, or lower --num_layers, -sl, --vocab_size or --hidden_size"
+                    .into(),
             });
         }
         let storage = Storage::new(&widest, plan.seed);
@@ -82,13 +83,10 @@ impl CpuExecutor {
         }
     }
 
-    /// `wrong`: it is to compute something else.
-    fn run_step(&mut self, arm: Arm, wrong: bool) -> Result<f64, DeviceError> {
+    fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
-        // A wrong result: the first launch of a layer is skipped, its output is an earlier step's.
-        let mut skip = wrong;
         for segment in &plan.segments {
             let list: Vec<usize> = match segment.graph {
                 Some(g) if replay => {
@@ -99,10 +97,6 @@ impl CpuExecutor {
             };
             for i in list {
                 let launch = &plan.program.launches[i];
-                if skip && launch.layer.is_some() {
-                    skip = false;
-                    continue;
-                }
                 let t = Instant::now();
                 self.storage.run(&plan.program, launch)?;
                 if launch.host_sync() {
@@ -145,7 +139,11 @@ impl Executor for CpuExecutor {
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
         let start = self.now_ms();
         let fault = Inject::at(&mut self.inject, self.phase)?;
-        let wait_ms = self.run_step(arm, fault == Some(Kind::WrongResult))?;
+        let wait_ms = self.run_step(arm)?;
+        let program = &self.plan.eager.program;
+        if let Some(id) = lasting(program).filter(|_| fault == Some(Kind::WrongResult)) {
+            self.storage.spoil(program, id);
+        }
         let mut result = self.result(arm);
         if let (Some(kind), Ok(finished)) = (fault, &mut result) {
             kind.mar(finished);

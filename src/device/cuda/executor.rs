@@ -15,7 +15,7 @@ use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
-use crate::device::inject::{Inject, Kind};
+use crate::device::inject::{Inject, Kind, lasting};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
 use std::rc::Rc;
@@ -192,12 +192,12 @@ impl CudaExecutor {
         Ok((issued, waited))
     }
 
-    /// A wrong result on demand: other bits in the first buffer that the equality check hashes.
+    /// A wrong result on demand: other bits in a buffer that the equality check hashes.
     fn spoil(&self) -> Result<(), DeviceError> {
         const OTHER_BITS: u8 = 0x3A;
         let plan = &self.eager.ready.plan;
-        match plan.program.digest.first() {
-            Some(&id) => {
+        match lasting(&plan.program) {
+            Some(id) => {
                 let bytes = plan.program.buffer(id).bytes().min(64);
                 self.lanes.main().fill(self.memory.address(plan, id)?, OTHER_BITS, bytes)
             }
@@ -350,8 +350,9 @@ impl Executor for CudaExecutor {
         if self.slots[at].busy.is_some() {
             return Err(DeviceError::internal(format!("more than {RING} steps in flight")));
         }
-        let (issued, waited) =
-            self.issue(arm, at, fault == Some(Kind::WrongResult)).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
+        let (issued, waited) = self
+            .issue(arm, at, fault == Some(Kind::WrongResult))
+            .map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
         self.slots[at].busy = Some((ticket, arm));
         self.marred = fault.map(|kind| (ticket, kind)).or(self.marred);
         self.tickets = ticket;
