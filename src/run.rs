@@ -3,6 +3,7 @@
 use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
+use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
@@ -22,6 +23,7 @@ use crate::{dryrun, dump, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
@@ -35,22 +37,31 @@ use beside::{extrapolation, side_points, watchdog};
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    if args.variant.list_config_variants {
+        return list_variants(&catalogue, args);
+    }
     let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
-    if let Some(path) = &args.logging.save_config_filepath {
-        std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
-            .with_context(|| format!("--save_config_filepath: cannot write {}", path.display()))?;
-    }
     if args.general.dryrun {
-        return dry_run(&resolved, args);
+        save_config(&resolved.config, args)?;
+        return match dry_run(&resolved, args) {
+            Err(e) if broken_pipe(&e) => Ok(0),
+            other => other,
+        };
     }
     resolved.require_built()?;
+    if args.mbperf.output.as_deref() == Some(Path::new("-")) && args.mbperf.format == Format::Json {
+        return Err(usage(
+            "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
+        ));
+    }
     let interrupt = interrupt_flag()?;
     Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
 }
 
 /// One configuration: both of its arms, their rows.
 fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
+    let effective = resolved.config.clone();
     let faults = faults(args)?;
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
@@ -59,7 +70,7 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
     }
     let mut options = options(&resolved, args, on_gpu);
-    options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
+    options.check().map_err(|e| usage(&e))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
     let target = Target::new(
         args.mbperf.output.as_ref().and_then(|p| p.to_str()),
@@ -68,11 +79,15 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
         &resolved.config.identity.recipe_dtype,
     );
     let mut writer = Writer::open(&target)?;
+    save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
     if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
         return Ok(0);
+    }
+    if let Some(dir) = &args.mbperf.dump {
+        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
     }
     if let Some(model) = &host_model {
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
@@ -83,8 +98,7 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
     }
     let told = Arc::new(Mutex::new(facts.clone()));
     let beat = watchdog(args, told.clone(), options.clone(), target)?;
-    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal)
-    {
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal) {
         Ok(points) => points,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
@@ -141,8 +155,7 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
 /// `--resume`: whether the output file holds this run already.
 fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
     let Some(path) = writer.path() else {
-        let text = "--resume needs a file to resume: give -o FILE instead of -o -";
-        return Err(crate::commands::Usage(text.into()).into());
+        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
     };
     let rows = Row::without_outcome(facts, options, "skipped", "");
     let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
@@ -150,10 +163,38 @@ fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) ->
         args,
         &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
     );
-    if matches!(args.mbperf.format, Format::Json) {
+    if args.mbperf.format == Format::Json {
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
     }
     Ok(true)
+}
+
+fn usage(message: &str) -> anyhow::Error {
+    Usage(message.to_owned()).into()
+}
+
+/// `--save_config_filepath`: the effective configuration, before a CPU run makes it small.
+fn save_config(config: &RunConfig, args: &Args) -> anyhow::Result<()> {
+    let Some(path) = &args.logging.save_config_filepath else { return Ok(()) };
+    std::fs::write(path, serde_json::to_string_pretty(config)?).map_err(|e| {
+        usage(&format!("--save_config_filepath: cannot write {}: {e}; choose another file", path.display()))
+    })
+}
+
+/// `--list_config_variants`: of the recipes that `-m`, `-mr`, `-g`, `-c` and `--task` leave.
+fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
+    let asked = overrides::selector(args);
+    // Names the first of the options that fits nothing; a group may have recipes with a variant only.
+    let variants = catalogue.variants(&asked)?;
+    let mut text = String::new();
+    for (variant, functions) in variants {
+        let name = variant.unwrap_or_else(|| "(none: leave -cv out)".to_owned());
+        text += &format!("{name:<24}{}\n", functions.join(", "));
+    }
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
+        _ => Ok(0),
+    }
 }
 
 fn conclude(
@@ -163,23 +204,23 @@ fn conclude(
     reason: &str,
     writer: &Writer,
 ) -> anyhow::Result<u8> {
-    if matches!(args.mbperf.format, Format::Json) && writer.path().is_some() {
+    if args.mbperf.format == Format::Json {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
     } else {
-        eprint!("{}", summary::render(rows));
+        say(args, summary::render(rows).trim_end());
     }
     if let Some(path) = writer.path().filter(|_| !rows.is_empty()) {
         say(args, &format!("rows: {}", path.display()));
     }
     match &outcome.status {
-        Status::Interrupted => eprintln!("mbperf: interrupted; finished rows stay"),
-        Status::Failed(_) => eprintln!("mbperf: {reason}"),
+        Status::Interrupted => complain("interrupted; finished rows stay"),
+        Status::Failed(_) => complain(reason),
         Status::Ok => {}
     }
     let disturbances = outcome.disturbances();
     if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
-        eprintln!("mbperf: --strict: {}", disturbances.join("; "));
+        complain(&format!("--strict: {}", disturbances.join("; ")));
         return Ok(1);
     }
     Ok(outcome.status.exit_code())
@@ -187,7 +228,7 @@ fn conclude(
 
 fn say(args: &Args, line: &str) {
     if !args.mbperf.quiet {
-        eprintln!("{line}");
+        commands::say(line);
     }
 }
 
@@ -297,9 +338,9 @@ fn choose_device(args: &Args) -> anyhow::Result<bool> {
     match probe() {
         Availability::Ready(_) => Ok(true),
         Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
-            eprintln!(
+            commands::say(&format!(
                 "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
-            );
+            ));
             Ok(false)
         }
         Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
@@ -314,9 +355,7 @@ fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
     args.mbperf
         .inject
         .first()
-        .map(|text| {
-            text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())
-        })
+        .map(|text| text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into()))
         .transpose()
 }
 

@@ -58,9 +58,6 @@ fn counts(seed: u64, pairs: usize, runs: usize, ratio: f64, sd: f64, half: f64) 
 }
 
 const PAIRS: usize = 2000;
-/// Runs a side, and the standard deviation between runs.
-const RUNS_AND_NOISE: [(usize, f64); 8] =
-    [(1, 0.003), (1, 0.007), (2, 0.01), (3, 0.003), (3, 0.01), (3, 0.015), (5, 0.01), (10, 0.015)];
 
 #[test]
 fn equal_things_are_called_changed_once_in_a_hundred_at_most_and_evenly() {

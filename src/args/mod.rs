@@ -181,6 +181,10 @@ where
             Sub::CompileKernels(a) => Command::CompileKernels(a),
         });
     }
+    // A lone word in front is meant as a subcommand.
+    if let Some(word) = tokens.first().filter(|t| !t.starts_with('-') && !t.contains('=')) {
+        check_override(word)?;
+    }
     let (normal, scopes) = normalise(&Args::command(), &tokens)?;
     let mut args = match Args::try_parse_from(with_name(&normal)) {
         Ok(args) => args,

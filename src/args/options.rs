@@ -1,7 +1,9 @@
 //! Every option of the main command, grouped as the harness groups them. Field docs are the manual:
 //! `--help` prints them. An option without a default keeps the recipe's value.
 
-use super::values::{FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name};
+use super::values::{
+    FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name, parse_seed,
+};
 use crate::config::{ExpertGemm, GraphImpl, Routing};
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -367,7 +369,8 @@ pub struct Mbperf {
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub pp_rank: i64,
     /// Seed of weights, tokens, routing and dropout
-    #[arg(long, value_name = "N", default_value_t = defaults::SEED)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed,
+          default_value_t = defaults::SEED)]
     pub seed: u64,
     /// Time an arm against itself
     #[arg(long, value_name = "ARM")]

@@ -254,7 +254,8 @@ fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, share_ms: f64
     Ok(())
 }
 
-/// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be.
+/// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be. Too few steps
+/// for a block are steady ones without neighbours.
 fn fixed_steps(
     session: &mut Session,
     sides: &[Arm],
@@ -262,6 +263,13 @@ fn fixed_steps(
     step_ms: &[f64],
     pacing: Pacing,
 ) -> Result<Stopped, Stop> {
+    if steps < MIN_BLOCK_STEPS {
+        session.hooks.progress.stage("timing");
+        for (side, arm) in order(sides, 0) {
+            session.lone_steps(side, arm, steps, pacing)?;
+        }
+        return Ok(Stopped::MaxSteps);
+    }
     let by_time = timed_steps(step_ms, 0.0) + 2;
     let blocks = (steps / by_time).max(MIN_PAIRS).min(steps / MIN_BLOCK_STEPS).max(1);
     let block_steps = steps / blocks;

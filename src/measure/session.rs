@@ -185,6 +185,31 @@ impl<'a> Session<'a> {
         Ok(self.finish(flight, since)?.0)
     }
 
+    /// A block of steps that all count, for a `-ms` too short for the steps around them: there is no step to run
+    /// ahead of, so each is waited for.
+    pub fn lone_steps(&mut self, side: usize, arm: Arm, steps: usize, pacing: Pacing) -> Result<(), Stop> {
+        let number = self.blocks_begun;
+        self.blocks_begun += 1;
+        let first = self.steps.len();
+        for _ in 0..steps {
+            self.check_interrupt()?;
+            let since = self.executor.now_ms();
+            let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing)?;
+            self.finish(flight, since)?;
+        }
+        let health = self.sample();
+        let walls: Vec<f64> = self.steps[first..].iter().map(|s| s.wall_ms).collect();
+        self.blocks.push(BlockRecord {
+            side,
+            pacing,
+            wall_ms_median: stats::median(&walls).unwrap_or(f64::NAN),
+            half_change: None,
+            steady_steps: walls.len(),
+            health,
+        });
+        self.flush()
+    }
+
     /// One block of `timed` steps that count, between steps that do not. With run-ahead:
     ///
     /// - the first fills the queue. While submitting takes over half of the device's time, the end of a step

@@ -2,6 +2,7 @@
 
 use super::{open_device, plan, say};
 use crate::args::Args;
+use crate::commands::{Usage, complain};
 use crate::device::DeviceError;
 use crate::device::guard::{self, Beat};
 use crate::extrapolate::{self, Extrapolation, Point};
@@ -24,9 +25,7 @@ pub(super) fn watchdog(
     let beat = Beat::default();
     let seconds = args.mbperf.watchdog;
     if seconds < 0.0 {
-        return Err(
-            crate::commands::Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into()
-        );
+        return Err(Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into());
     }
     let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
     if limit.is_zero() {
@@ -37,10 +36,10 @@ pub(super) fn watchdog(
         if let Ok(facts) = facts.lock() {
             let rows = Row::without_outcome(&facts, &options, "failed", &reason);
             if let Err(e) = Writer::open(&target).and_then(|mut writer| writer.rows(&rows)) {
-                eprintln!("mbperf: {e}");
+                complain(&e.to_string());
             }
         }
-        eprintln!("mbperf: {reason}");
+        complain(&reason);
         // Without the driver's own clean-up at exit, which would wait for the call that hangs.
         signal_hook::low_level::exit(1);
     };

@@ -4,7 +4,7 @@
 mod inject;
 mod times;
 
-pub use inject::{Fault, FaultKind, Injected};
+pub use inject::Injected;
 pub use times::{Noise, Times};
 
 use crate::device::host::HostCosts;

@@ -105,7 +105,8 @@ impl GatedNormBwd {
                     let (v, du) = (gate(row, first + c), (dn(c) - normed(row, first + c) * mean) * rstd[i]);
                     let s = sigmoid(v);
                     dx[c] = (du * v * s).bf16();
-                    dz[c] = (du * x[row * width + first + c] * s * (T::of(1.0) + v * (T::of(1.0) - s))).bf16();
+                    dz[c] =
+                        (du * x[row * width + first + c] * s * (T::of(1.0) + v * (T::of(1.0) - s))).bf16();
                 }
             },
         );
