@@ -237,6 +237,7 @@ impl<'a> Session<'a> {
         let mut ahead: Option<Flight> = None;
         let mut full = false;
         let mut began_full = !fill;
+        let mut first_steady = true;
         for i in 0..total {
             if let Err(stop) = self.check_interrupt() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
@@ -261,7 +262,8 @@ impl<'a> Session<'a> {
                 let filling = fill && !full && i > 1 && i - 1 <= timed / 2;
                 if due.phase == Phase::Steady && filling {
                     due.phase = Phase::Switch;
-                } else if due.phase == Phase::Steady {
+                } else if due.phase == Phase::Steady && std::mem::take(&mut first_steady) {
+                    // Only the first says so: one that fills up later has counted steps that were seen late.
                     began_full |= full;
                 }
                 let (done, blocked) = self.finish(due, since)?;
