@@ -9,7 +9,7 @@ use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, print_list, print_show};
 use crate::report::OutputError;
 use crate::workloads::{WorkloadError, share::ShareError};
-use crate::{compile, doctor, measure, rules, selftest};
+use crate::{compare, compile, doctor, measure, rules, run, selftest};
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -41,6 +41,7 @@ pub fn exit_code(failure: &anyhow::Error) -> u8 {
     let usage = failure.is::<UsageError>()
         || failure.is::<RecipeError>()
         || failure.is::<Usage>()
+        || failure.is::<crate::host_model::HostModelError>()
         || failure.is::<ShareError>();
     let unbuilt = matches!(failure.downcast_ref::<WorkloadError>(), Some(WorkloadError::Unsupported(_)));
     let no_scope = matches!(failure.downcast_ref::<CaptureError>(), Some(CaptureError::Nothing { .. }));
@@ -56,7 +57,8 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
     let printed = match command {
         Command::Recipes(c) => recipes(c, &mut out),
         Command::Rules => rules(&mut out),
-        Command::Ops => compile::list(&mut out),
+        Command::Ops(name, None) => compile::list(name.as_deref(), &mut out),
+        Command::Ops(name, Some(args)) => run::time_ops(args, name.as_deref(), &mut out),
         Command::Doctor(a) => {
             if let Some(path) = &a.cuda_path {
                 set_path(path);
@@ -64,6 +66,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
             doctor::report(&mut out).map(|_| ()).map_err(Into::into)
         }
         Command::Selftest(a) => return self_test(a, &mut out),
+        Command::Compare(a) => return compare::run(a, &mut out),
         Command::CompileKernels(a) => return compile_kernels(a, &mut out),
         Command::Run(_) => Err(DeviceError::internal("a run is no subcommand").into()),
     };

@@ -9,7 +9,7 @@ use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::Path;
 
 /// Buffers of routing decisions that the referee needs; they are kept past the step.
-const ROUTING: [&str; 2] = [".moe.index", ".moe.scores"];
+const ROUTING: [&str; 3] = [".moe.index", ".moe.scores", ".moe.dest"];
 
 /// Lets the routing outlive the step, so that it can be read afterwards.
 pub fn keep_routing(program: &mut Program) {

@@ -8,20 +8,26 @@ use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::guard::{Beat, Guarded};
 use crate::device::inject::Inject;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
+use crate::host_model::HostModel;
 use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
-use crate::{dryrun, dump};
+use crate::{dryrun, dump, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+mod beside;
+
+use beside::{extrapolation, side_points, watchdog};
 
 /// Runs a command line; returns the exit code.
 ///
@@ -29,7 +35,7 @@ use std::sync::atomic::AtomicBool;
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
-    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
     if let Some(path) = &args.logging.save_config_filepath {
         std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
@@ -39,13 +45,20 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         return dry_run(&resolved, args);
     }
     resolved.require_built()?;
+    let interrupt = interrupt_flag()?;
+    Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
+}
+
+/// One configuration: both of its arms, their rows.
+fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
     let faults = faults(args)?;
+    let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
         let change = shrink::shrink(&mut resolved.config, given(args));
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
     }
-    let options = options(&resolved, args, on_gpu);
+    let mut options = options(&resolved, args, on_gpu);
     options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
     let target = Target::new(
@@ -55,34 +68,92 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         &resolved.config.identity.recipe_dtype,
     );
     let mut writer = Writer::open(&target)?;
-    let interrupt = interrupt_flag()?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
-    let device = open_device(&plan, args, on_gpu, faults);
+    facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
+        return Ok(0);
+    }
+    if let Some(model) = &host_model {
+        let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
+        options.host_costs = Some(costs);
+        facts.host_model = model.name.clone();
+        facts.host_model_other_fraction =
+            Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
+    }
+    let told = Arc::new(Mutex::new(facts.clone()));
+    let beat = watchdog(args, told.clone(), options.clone(), target)?;
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal)
+    {
+        Ok(points) => points,
+        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
+    };
+    let device = open_device(&plan, args, on_gpu, faults, beat);
     let mut executor = match device {
         Ok(executor) => executor,
-        Err(error) => {
-            facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
-            return failed_before_steps(&facts, &options, &mut writer, error);
-        }
+        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
     let info = executor.info();
     info.notices.iter().for_each(|n| say(args, n));
     add_device(&mut facts, &info);
-    writer.begin_run(&facts.run_id, &run_line(&resolved, &info, &facts))?;
     if let Some(dir) = &args.mbperf.dump {
-        dump::dump(dir, &resolved.config, &plan.eager.program, &mut *executor)?;
+        dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
     }
-    let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
-    let outcome = measure::run(&mut *executor, &options, hooks);
+    let mut code = 0;
+    let mut outcomes = Vec::new();
+    for repetition in 1..=args.mbperf.repeat {
+        if repetition > 1 {
+            facts.run_id = run_id::new();
+            facts.started_at = run_id::utc_now();
+        }
+        facts.repetition = repetition as usize;
+        if let Ok(mut told) = told.lock() {
+            told.clone_from(&facts);
+        }
+        // A profiler is heard by every later launch of the process.
+        options.busy = on_gpu && !args.mbperf.no_samplers && repetition == args.mbperf.repeat;
+        writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+        let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+        let outcome = measure::run(&mut executor, &options, hooks);
+        facts.extrapolation =
+            extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
+        let reason = match &outcome.status {
+            Status::Failed(failure) => failure.to_string(),
+            Status::Ok | Status::Interrupted => String::new(),
+        };
+        let rows = Row::of_outcome(&facts, &outcome, &reason);
+        writer.rows(&rows)?;
+        let own = conclude(args, &rows, &outcome, &reason, &writer)?;
+        code = if code == 0 { own } else { code };
+        let interrupted = matches!(outcome.status, Status::Interrupted);
+        outcomes.push(outcome);
+        if interrupted {
+            break;
+        }
+    }
     drop(executor);
-    let reason = match &outcome.status {
-        Status::Failed(failure) => failure.to_string(),
-        Status::Ok | Status::Interrupted => String::new(),
+    if args.mbperf.repeat > 1 {
+        say(args, &summary::repetitions(&outcomes));
+    }
+    Ok(code)
+}
+
+/// `--resume`: whether the output file holds this run already.
+fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
+    let Some(path) = writer.path() else {
+        let text = "--resume needs a file to resume: give -o FILE instead of -o -";
+        return Err(crate::commands::Usage(text.into()).into());
     };
-    let rows = Row::of_outcome(&facts, &outcome, &reason);
-    writer.rows(&rows)?;
-    conclude(args, &rows, &outcome, &reason, &writer)
+    let rows = Row::without_outcome(facts, options, "skipped", "");
+    let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
+    say(
+        args,
+        &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
+    );
+    if matches!(args.mbperf.format, Format::Json) {
+        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
+    }
+    Ok(true)
 }
 
 fn conclude(
@@ -147,6 +218,30 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
     Ok(0)
 }
 
+/// `mbperf ops`: the ops of a run's step, each alone.
+///
+/// # Errors
+/// As [`run`]; a GPU is needed.
+pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    resolved.require_built()?;
+    if !choose_device(args)? {
+        return Err(DeviceError::Unavailable(
+            "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
+        )
+        .into());
+    }
+    let plan = plan(&resolved.config, false)?;
+    let own = &args.mbperf;
+    let options = CudaOptions {
+        cache_dir: own.kernel_cache.clone(),
+        cuda_path: own.cuda_path.clone(),
+        ..Default::default()
+    };
+    crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
+}
+
 /// Share, program and both arms.
 fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
     let share = RankShare::of(cfg)?;
@@ -182,7 +277,11 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
             crate::args::Arm::Eager => Arm::Eager,
             crate::args::Arm::Graph => Arm::Graph,
         }),
-        busy: on_gpu,
+        busy: on_gpu && !own.no_samplers,
+        host_costs: None,
+        samplers: !own.no_samplers,
+        block_steps: own.block_steps.map(|n| n as usize),
+        device_spin: own.spin_percent.map_or(0.0, |percent| percent / 100.0),
     }
 }
 
@@ -226,13 +325,21 @@ fn open_device(
     args: &Args,
     on_gpu: bool,
     inject: Option<Inject>,
-) -> Result<Box<dyn Executor>, DeviceError> {
-    Ok(if on_gpu {
+    beat: Beat,
+) -> Result<Guarded, DeviceError> {
+    let (disturbing, failing) = match inject {
+        Some(fault) if fault.kind.disturbs() => (Some(fault), None),
+        other => (None, other),
+    };
+    Guarded::open(beat, disturbing, || {
+        if !on_gpu {
+            return Ok(Box::new(CpuExecutor::new(plan.clone(), failing, None)?));
+        }
         let own = &args.mbperf;
         let options = CudaOptions {
             cache_dir: own.kernel_cache.clone(),
             cuda_path: own.cuda_path.clone(),
-            inject,
+            inject: failing,
             attention: AttentionChoice {
                 backend: match own.attention_backend {
                     AttentionKernels::Auto => AttentionBackend::Auto,
@@ -243,9 +350,7 @@ fn open_device(
             },
             ..Default::default()
         };
-        Box::new(CudaExecutor::new(plan, options)?)
-    } else {
-        Box::new(CpuExecutor::new(plan.clone(), inject, None)?)
+        Ok(Box::new(CudaExecutor::new(plan, options)?))
     })
 }
 
@@ -344,6 +449,7 @@ fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
     facts.device = info.device.clone();
     facts.gpu_name = info.gpu_name.clone();
     facts.gpu_uuid = info.gpu_uuid.clone();
+    facts.gpu_memory_mib = info.total_memory_mib;
     facts.driver_version = info.driver_version.clone();
     facts.cuda_version = info.cuda_version.clone();
     facts.attention_backend = info.attention_backend.clone();

@@ -22,6 +22,9 @@ pub mod defaults {
     pub const SEED: u64 = 1234;
     /// Steps of each arm that are compared bit for bit: warm-up, capture and two replays.
     pub const EQUALITY_STEPS: i64 = 6;
+    /// Longest device call, in seconds, before a run counts as hung: kernels of a first run compile for a minute, a
+    /// full-size step on a CPU takes minutes.
+    pub const WATCHDOG_S: f64 = 600.0;
     /// Warm-up iterations of the learning rate; the harness's.
     pub const WARMUP_ITERS: i64 = 10;
 }
@@ -313,6 +316,9 @@ pub struct Mbperf {
     /// CSV file that rows are appended to, `-` for standard output. Left out: results/<recipe>_<gpu>_<dtype>.csv
     #[arg(short = 'o', long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Do not run again what is in the output file already: the same configuration, every row ok
+    #[arg(long)]
+    pub resume: bool,
     /// Folder of your own recipes, looked at before the built-in ones
     #[arg(long, value_name = "DIR")]
     pub recipes_dir: Option<PathBuf>,
@@ -366,6 +372,28 @@ pub struct Mbperf {
     /// Time an arm against itself
     #[arg(long, value_name = "ARM")]
     pub aa: Option<Arm>,
+    /// Host time of a framework, for blocks of their own after the bare ones: bare (none), pytorch, or a file
+    #[arg(long, value_name = "NAME|FILE", default_value = "bare")]
+    pub host_model: String,
+    /// Time 1, 2 and 3 micro-batches and extrapolate to the recipe's own number
+    #[arg(long)]
+    pub extrapolate: bool,
+    /// Measure so many times in one process; each has its own rows and run_id
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// End the run when a device call takes longer; 0 = never
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite,
+          default_value_t = defaults::WATCHDOG_S)]
+    pub watchdog: f64,
+    /// Read no clocks, no power, no neighbours, no profiler: to see what reading costs
+    #[arg(long, hide = true)]
+    pub no_samplers: bool,
+    /// Make the graph arm's steps (side b with --aa) so much longer by a kernel that spins: to see that it is found
+    #[arg(long, value_name = "PERCENT", hide = true, value_parser = parse_finite)]
+    pub spin_percent: Option<f64>,
+    /// Timed steps of a block: to see that their number does not matter
+    #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..))]
+    pub block_steps: Option<u32>,
     /// Do not shrink the recipe on the CPU
     #[arg(long)]
     pub full_size: bool,

@@ -161,12 +161,12 @@ pub const REFUSED: &[Refused] = &[
     },
     Refused {
         group: "Testing arguments",
-        reason: "comparing with a baseline CSV is not built yet",
+        reason: "`mbperf compare BASE.csv --new NEW.csv` compares with a baseline",
         options: &[("", "--golden_values_path")],
     },
     Refused {
         group: "Testing arguments",
-        reason: "a threshold of comparing runs, which is not built yet",
+        reason: "it is a threshold of `mbperf compare`: give it there",
         options: &[("", "--timing_threshold"), ("", "--memory_threshold")],
     },
     Refused {

@@ -10,14 +10,28 @@ pub enum Kind {
     OutOfMemory,
     /// The step computes something else, or a launch is missing from a graph.
     WrongResult,
+    /// A step takes far longer than the others.
+    SlowStep,
+    /// A reading of the card says that its clocks were held back.
+    ThrottledClock,
+    /// A device call does not come back.
+    Hang,
 }
 
 impl Kind {
-    const NAMES: [(&'static str, Kind); 3] = [
+    const NAMES: [(&'static str, Kind); 6] = [
         ("driver_error", Kind::DriverError),
         ("out_of_memory", Kind::OutOfMemory),
         ("wrong_result", Kind::WrongResult),
+        ("slow_step", Kind::SlowStep),
+        ("throttled_clock", Kind::ThrottledClock),
+        ("hang", Kind::Hang),
     ];
+
+    /// Disturbs a run without an error: [`super::guard::Guarded`] provokes it on any device.
+    pub fn disturbs(self) -> bool {
+        matches!(self, Kind::SlowStep | Kind::ThrottledClock | Kind::Hang)
+    }
 
     /// What a device returns for it in `phase`.
     pub fn error(self, phase: Phase) -> DeviceError {
@@ -40,6 +54,9 @@ impl Kind {
                 remedy: "leave out --inject".to_owned(),
             },
             Kind::WrongResult => DeviceError::Unequal("an injected wrong result".to_owned()),
+            Kind::SlowStep | Kind::ThrottledClock | Kind::Hang => {
+                DeviceError::internal(format!("{self:?} was injected as an error, which it is not"))
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What a measurement may cost and how it judges. Every default stands here.
 
 use crate::device::Arm;
+use crate::device::host::HostCosts;
 
 /// Settings of one measurement of one program.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,6 +23,15 @@ pub struct Options {
     pub aa: Option<Arm>,
     /// Take device-busy times in a profiling pass at the end; only the last measurement of a process may.
     pub busy: bool,
+    /// `--host_model`: host times for blocks of their own after the bare ones.
+    pub host_costs: Option<HostCosts>,
+    /// Reads clocks, power and neighbours once a block. Off to see what that costs (`--no_samplers`).
+    pub samplers: bool,
+    /// Timed steps of a block, in place of the rule by time: to see that it does not matter (`--block_steps`).
+    pub block_steps: Option<usize>,
+    /// Share of its step time by which side 1 is made longer on the device, to see that it is found; 0: none
+    /// (`--spin_percent`).
+    pub device_spin: f64,
 }
 
 /// DESIGN 5.
@@ -50,6 +60,10 @@ impl Default for Options {
             graph: true,
             aa: None,
             busy: true,
+            host_costs: None,
+            samplers: true,
+            block_steps: None,
+            device_spin: 0.0,
         }
     }
 }
@@ -94,6 +108,9 @@ impl Options {
         }
         if self.aa == Some(Arm::Graph) && !self.graph {
             return Err("--aa graph needs graphs: give --cuda_graph_impl, or use --aa eager".into());
+        }
+        if !(0.0..=10.0).contains(&self.device_spin) {
+            return Err(format!("--spin_percent {}: give 0 to 1000", self.device_spin * 100.0));
         }
         let least = self.fewest_equality_steps() + MIN_BLOCK_STEPS;
         if let Some(n) = self.max_steps.filter(|n| *n < least) {

@@ -6,6 +6,7 @@
 
 mod derived;
 mod file;
+mod parameters;
 mod print;
 mod select;
 
@@ -16,6 +17,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 pub use derived::{LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
+pub use parameters::{Parameters, graphable, parameters};
 pub use print::{print_list, print_show};
 pub use select::Selector;
 

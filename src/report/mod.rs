@@ -1,6 +1,7 @@
 //! Results: one column table for CSV, JSON, terminal and the page in `results/`. Knows rows only.
 
 pub mod columns;
+pub mod compare;
 pub mod progress;
 pub mod row;
 pub mod run_id;

@@ -311,7 +311,7 @@ impl Writer {
 impl StepSink for Writer {
     fn steps(&mut self, steps: &[StepRecord]) -> io::Result<()> {
         let Some(file) = &mut self.steps else { return Ok(()) };
-        let records: Vec<[String; 13]> = steps.iter().map(|s| steps::cells(&self.run_id, s)).collect();
+        let records: Vec<[String; 14]> = steps.iter().map(|s| steps::cells(&self.run_id, s)).collect();
         file.append(&records).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", file.path.display())))
     }
 }

@@ -8,7 +8,7 @@
 mod attention;
 pub mod cases;
 mod large;
-mod ops;
+pub mod ops;
 mod steps;
 
 use crate::args::SelftestArgs;

@@ -7,6 +7,7 @@ mod storage;
 
 pub use storage::{Storage, global_index, name_hash};
 
+use super::host::{HostCosts, Pacer};
 use super::inject::{Inject, Kind};
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
@@ -23,6 +24,7 @@ pub struct CpuExecutor {
     captured: bool,
     phase: Phase,
     inject: Option<Inject>,
+    host: Option<HostCosts>,
     /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
     omit_launch: Option<usize>,
     finished: VecDeque<Result<Finished, DeviceError>>,
@@ -46,6 +48,7 @@ impl CpuExecutor {
             captured: false,
             phase: Phase::Prepare,
             inject,
+            host: None,
             omit_launch,
             finished: VecDeque::new(),
             tickets: 0,
@@ -62,14 +65,21 @@ impl CpuExecutor {
         }
     }
 
-    fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
+    /// Gives the time in `host_sync` launches and the time spun for the host model, in milliseconds.
+    fn run_step(&mut self, arm: Arm) -> Result<(f64, f64), DeviceError> {
         let wrong = self.fault()?;
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
+        let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
+        let mut pacer = Pacer::new(costs);
         // A wrong result: the first launch of a layer is skipped, its output is an earlier step's.
         let mut skip = wrong;
-        for segment in &plan.segments {
+        for (s, segment) in plan.segments.iter().enumerate() {
+            let replayed = replay && segment.graph.is_some();
+            if replayed {
+                pacer.before_replay();
+            }
             let list: Vec<usize> = match segment.graph {
                 Some(g) if replay => {
                     // A shared graph was recorded at its first segment; its launches are equal in op and buffers.
@@ -83,14 +93,23 @@ impl CpuExecutor {
                     skip = false;
                     continue;
                 }
+                if !replayed {
+                    pacer.before(i);
+                }
                 let t = Instant::now();
                 self.storage.run(&plan.program, launch)?;
                 if launch.host_sync() {
                     wait_ms += t.elapsed().as_secs_f64() * 1e3;
                 }
+                if !replayed {
+                    pacer.after(i);
+                }
+            }
+            if replayed {
+                pacer.after_replay(s);
             }
         }
-        Ok(wait_ms)
+        Ok((wait_ms, pacer.spun().as_secs_f64() * 1e3))
     }
 
     /// Fails if a fault is injected here; true if this step is to compute a wrong result.
@@ -134,11 +153,12 @@ impl Executor for CpuExecutor {
     }
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
         let start = self.now_ms();
-        let wait_ms = self.run_step(arm)?;
+        let (wait_ms, modelled_ms) = self.run_step(arm)?;
         let result = self.result(arm);
         self.finished.push_back(result);
         self.tickets += 1;
-        Ok(Submitted { submit_ms: self.now_ms() - start - wait_ms, wait_ms, ticket: self.tickets })
+        let submit_ms = self.now_ms() - start - wait_ms - modelled_ms;
+        Ok(Submitted { submit_ms, wait_ms, modelled_ms, ticket: self.tickets })
     }
     fn wait(&mut self, _step: Submitted) -> Result<Finished, DeviceError> {
         self.finished
@@ -207,6 +227,16 @@ impl Executor for CpuExecutor {
     }
     fn health(&mut self) -> Health {
         Health::default()
+    }
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        if let Some(costs) = &costs {
+            costs.eager.check(&self.plan.eager)?;
+            if let Some(graph) = &self.plan.graph {
+                costs.arm(Arm::Graph)?.check(graph)?;
+            }
+        }
+        self.host = costs;
+        Ok(())
     }
     fn read(&mut self, buffer: BufId) -> Result<Vec<f32>, DeviceError> {
         Ok(self.storage.read(&self.plan.eager.program, buffer))

@@ -87,6 +87,9 @@ impl Storage {
                             }
                         }
                         Init::Const { value } => part.fill(round(*value as f32)),
+                        Init::Values { values } => {
+                            part.iter_mut().zip(values).for_each(|(x, v)| *x = round(*v as f32));
+                        }
                         Init::Poison | Init::Inherit => part.fill(f32::NAN),
                         Init::CopyOf { .. } => part.copy_from_slice(&copied.unwrap_or_default()),
                         Init::Words { .. } => {

@@ -6,6 +6,7 @@ use super::graph::{self, Capture, Graph, Instance};
 use super::lanes::Lanes;
 use super::work::{Work, difference};
 use crate::capture::Segment;
+use crate::device::host::Pacer;
 use crate::device::inject::{Inject, Kind};
 use crate::device::{DeviceError, GraphCost, Phase};
 use std::rc::Rc;
@@ -113,7 +114,7 @@ fn record(lanes: &Lanes, arm: &Arm, segment: &Segment, omit: Option<usize>) -> R
     let capture = Capture::begin(lanes.main())?;
     lanes.fork()?;
     let mut waited = Duration::ZERO;
-    arm.issue(range, lanes, true, omit, &mut waited)?;
+    arm.issue(range, lanes, true, omit, &mut waited, &mut Pacer::off())?;
     lanes.join()?;
     capture.end()
 }

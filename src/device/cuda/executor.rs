@@ -16,6 +16,7 @@ use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
+use crate::device::host::{HostCosts, Pacer};
 use crate::device::inject::{Inject, Kind};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
@@ -68,6 +69,11 @@ pub struct CudaExecutor {
     monitor: Monitor,
     attention_use: AttentionUse,
     inject: Option<Inject>,
+    host: Option<HostCosts>,
+    /// Issued at the end of each step, and its length in milliseconds.
+    spin: Option<(KernelLaunch, f64)>,
+    /// Free device memory before anything of ours but the context was there.
+    free_at_open: usize,
     omit_launch: Option<usize>,
     phase: Phase,
     tickets: u64,
@@ -87,6 +93,7 @@ impl CudaExecutor {
         }
         let session = Session::open(&options)?;
         let context = &session.context;
+        let free_at_open = context.memory()?.0;
         let arms = || [Some(&plan.eager), plan.graph.as_ref()].into_iter().flatten();
         let memory = Memory::new(context, plan)?;
         let lanes = Lanes::new(context, arms().map(|a| lanes::count(&a.program)).max().unwrap_or(1))?;
@@ -137,6 +144,9 @@ impl CudaExecutor {
             monitor: Monitor::new(&context.uuid),
             attention_use,
             inject,
+            host: None,
+            spin: None,
+            free_at_open,
             omit_launch: options.omit_launch,
             phase: Phase::Prepare,
             tickets: 0,
@@ -187,18 +197,24 @@ impl CudaExecutor {
         }
     }
 
-    /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the part spent waiting.
-    fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<(Duration, Duration), DeviceError> {
+    /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the parts of it spent waiting
+    /// and spinning for the host model.
+    fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<[Duration; 3], DeviceError> {
         let side = self.side(arm)?;
         let slot = &self.slots[at];
         let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
+        let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
+        let mut pacer = Pacer::new(costs);
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
         slot.start.record(main)?;
-        side.ready.step(&self.lanes, graphs, &mut waited)?;
-        slot.end.record(main)?;
+        side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
         let issued = start.elapsed();
+        if let Some((spin, _)) = &self.spin {
+            spin.issue(main.raw)?;
+        }
+        slot.end.record(main)?;
         if spoil {
             self.spoil()?;
         }
@@ -206,7 +222,7 @@ impl CudaExecutor {
             results.gather[at].issue(main.raw)?;
         }
         slot.done.record(main)?;
-        Ok((issued, waited))
+        Ok([issued, waited, pacer.spun()])
     }
 
     /// A wrong result on demand: other bits in the first buffer that the equality check hashes.
@@ -370,12 +386,12 @@ impl Executor for CudaExecutor {
         if self.slots[at].busy.is_some() {
             return Err(DeviceError::internal(format!("more than {RING} steps in flight")));
         }
-        let (issued, waited) =
+        let [issued, waited, spun] =
             self.issue(arm, at, spoil).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
         self.slots[at].busy = Some((ticket, arm));
         self.tickets = ticket;
-        let wait_ms = waited.as_secs_f64() * 1e3;
-        Ok(Submitted { submit_ms: issued.as_secs_f64() * 1e3 - wait_ms, wait_ms, ticket })
+        let [issued_ms, wait_ms, modelled_ms] = [issued, waited, spun].map(|d| d.as_secs_f64() * 1e3);
+        Ok(Submitted { submit_ms: issued_ms - wait_ms - modelled_ms, wait_ms, modelled_ms, ticket })
     }
 
     fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError> {
@@ -424,6 +440,35 @@ impl Executor for CudaExecutor {
         self.monitor.read()
     }
 
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        if let Some(costs) = &costs {
+            costs.eager.check(&self.eager.ready.plan)?;
+            if let Some(graph) = &self.graph {
+                costs.arm(Arm::Graph)?.check(&graph.ready.plan)?;
+            }
+        }
+        self.host = costs;
+        Ok(())
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        if ms <= 0.0 {
+            self.spin = None;
+        } else if self.spin.as_ref().is_none_or(|(_, now)| *now != ms) {
+            let kernel = self.session.kernels.borrow_mut().get(UTILITY, "spin", &[], 0)?;
+            let launch = kernel.bind(Config::linear(1, 1), &[Param::I64((ms * 1e6) as i64)])?;
+            self.spin = Some((launch, ms));
+        }
+        Ok(())
+    }
+
+    fn memory_used_mib(&mut self) -> Option<f64> {
+        let alone = self.monitor.read().other_processes.is_none_or(|n| n == 0);
+        let free = self.session.context.memory().ok()?.0;
+        let used = self.free_at_open.checked_sub(free)?;
+        alone.then_some(used as f64 / MIB)
+    }
+
     fn read(&mut self, buffer: BufId) -> Result<Vec<f32>, DeviceError> {
         self.read_f32(buffer)
     }
@@ -435,7 +480,7 @@ impl Executor for CudaExecutor {
             let side = self.side(arm)?;
             let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
             let mut waited = Duration::ZERO;
-            side.ready.step(&self.lanes, graphs, &mut waited)?;
+            side.ready.step(&self.lanes, graphs, &mut waited, &mut Pacer::off())?;
             session.context.synchronize()
         };
         busy::record(|| step().map_err(|e: DeviceError| e.to_string())).map(|(ms, _)| ms)

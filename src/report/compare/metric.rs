@@ -1,0 +1,165 @@
+//! The figures that are gated: which columns they rest on, and what a change of them is.
+
+use super::judge::{Sample, Scatter};
+use super::keys::Key;
+use super::pair::Runs;
+use super::read::Record;
+use super::{Gate, Options};
+use crate::measure::stats::Interval;
+use serde::Serialize;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Metric {
+    /// Eager over graph within a run; its cost is graph over eager.
+    Speedup,
+    StepTimeMs,
+    /// `peak_memory_mib`, and `graph_memory_mib` where it was measured.
+    MemoryMib,
+}
+
+/// Metrics of the gates, each once.
+pub fn of_gates(gates: &[Gate]) -> Vec<Metric> {
+    let mut metrics = Vec::new();
+    for gate in gates {
+        let of = match gate {
+            Gate::Ratio => vec![Metric::Speedup],
+            Gate::Time => vec![Metric::StepTimeMs],
+            Gate::Both => vec![Metric::Speedup, Metric::StepTimeMs],
+            Gate::Memory => vec![Metric::MemoryMib],
+        };
+        metrics.extend(of.into_iter().filter(|m| !metrics.contains(m)).collect::<Vec<_>>());
+    }
+    metrics
+}
+
+impl Metric {
+    pub fn name(self) -> &'static str {
+        match self {
+            Metric::Speedup => "speedup",
+            Metric::StepTimeMs => "step_time_ms",
+            Metric::MemoryMib => "memory_mib",
+        }
+    }
+
+    /// A run's speedup stands in both of its rows: it is taken from the graph's (of A/A runs from side b).
+    pub fn applies(self, key: &Key) -> bool {
+        match self {
+            Metric::Speedup => match key.get("aa") {
+                "" => key.get("arm") == "graph",
+                side => side == "b",
+            },
+            Metric::StepTimeMs | Metric::MemoryMib => true,
+        }
+    }
+
+    pub fn threshold(self, options: &Options) -> f64 {
+        match self {
+            Metric::Speedup => options.ratio_threshold,
+            Metric::StepTimeMs => options.timing_threshold,
+            Metric::MemoryMib => options.memory_threshold,
+        }
+    }
+
+    pub fn scatter(self) -> Scatter {
+        match self {
+            Metric::Speedup | Metric::StepTimeMs => Scatter::TIMING,
+            Metric::MemoryMib => Scatter::MEMORY,
+        }
+    }
+
+    /// Figure of a cost and cost of a figure.
+    pub fn figure(self, cost: f64) -> f64 {
+        if self == Metric::Speedup { 1.0 / cost } else { cost }
+    }
+
+    /// Relative change of the figure for a change of its cost's logarithm.
+    pub fn relative_value(self, log: f64) -> f64 {
+        if self == Metric::Speedup { (-log).exp_m1() } else { log.exp_m1() }
+    }
+
+    /// The same of an interval's ends, low end first.
+    pub fn relative(self, log: Interval) -> (f64, f64) {
+        let (a, b) = (self.relative_value(log.low), self.relative_value(log.high));
+        (a.min(b), a.max(b))
+    }
+
+    /// One sample a run, and every cell that is wrong.
+    pub fn samples(self, side: &Runs) -> (Vec<Sample>, Vec<String>) {
+        let (mut samples, mut wrong) = (Vec::new(), Vec::new());
+        for rows in side.by_run() {
+            let of_rows: Vec<Result<Sample, String>> = rows.iter().map(|r| self.sample(r)).collect();
+            wrong.extend(of_rows.iter().filter_map(|s| s.as_ref().err().cloned()));
+            samples.extend(one(&of_rows.into_iter().flatten().collect::<Vec<_>>()));
+        }
+        (samples, wrong)
+    }
+
+    fn sample(self, row: &Record) -> Result<Sample, String> {
+        if row.cell("digest_match") == "false" {
+            return Err(row.wrong("digest_match", "false: the arms did not do the same work"));
+        }
+        match self {
+            Metric::Speedup => {
+                if row.cell("device") == "cpu" && row.cell("speedup").is_empty() {
+                    return Err(row.wrong(
+                        "speedup",
+                        "empty: a CPU gives no speedup (--gate time compares step times)",
+                    ));
+                }
+                let (figure, ci95) =
+                    with_interval(row, "speedup", ["speedup_ci95_low", "speedup_ci95_high"])?;
+                Ok(Sample { cost: 1.0 / figure, ci95: ci95.map(|(low, high)| (1.0 / high, 1.0 / low)) })
+            }
+            Metric::StepTimeMs => {
+                let interval = ["step_time_ms_ci95_low", "step_time_ms_ci95_high"];
+                let (cost, ci95) = with_interval(row, "step_time_ms_median", interval)?;
+                Ok(Sample { cost, ci95 })
+            }
+            Metric::MemoryMib => {
+                let peak = row.positive("peak_memory_mib")?;
+                let graphs = match row.cell("graph_memory_mib") {
+                    // Graphs that fit what the driver held already cost nothing more.
+                    "0" | "" => 0.0,
+                    _ => row.positive("graph_memory_mib")?,
+                };
+                // Memory is read once; it has no scatter within a run.
+                Ok(Sample { cost: peak + graphs, ci95: Some((peak + graphs, peak + graphs)) })
+            }
+        }
+    }
+}
+
+/// A figure and its interval; the interval's cells are both empty when there were too few blocks for one.
+fn with_interval(row: &Record, column: &str, ends: [&str; 2]) -> Result<(f64, Option<(f64, f64)>), String> {
+    let figure = row.positive(column)?;
+    let interval = match (row.number(ends[0])?, row.number(ends[1])?) {
+        (Some(low), Some(high)) if low <= figure && figure <= high => Some((low, high)),
+        (Some(low), Some(high)) => {
+            let text = format!("{figure} lies outside its interval, {low} to {high}");
+            return Err(row.wrong(column, &text));
+        }
+        (None, None) => None,
+        (None, Some(_)) => return Err(row.wrong(ends[0], "empty, and the other end is not")),
+        (Some(_), None) => return Err(row.wrong(ends[1], "empty, and the other end is not")),
+    };
+    Ok((figure, interval))
+}
+
+/// Repeats within a process are one run: their geometric mean, with the mean of their intervals in logarithms.
+/// What one process shares does not average out, so the interval is not narrowed.
+fn one(samples: &[Sample]) -> Option<Sample> {
+    let n = samples.len() as f64;
+    let mean = |pick: &dyn Fn(&Sample) -> f64| (samples.iter().map(|s| pick(s).ln()).sum::<f64>() / n).exp();
+    if samples.len() <= 1 {
+        return samples.first().copied();
+    }
+    let ends: Option<Vec<(f64, f64)>> = samples.iter().map(|s| s.ci95).collect();
+    let middle = |pick: fn(&(f64, f64)) -> f64, ends: &[(f64, f64)]| {
+        (ends.iter().map(|e| pick(e).ln()).sum::<f64>() / n).exp()
+    };
+    Some(Sample {
+        cost: mean(&|s| s.cost),
+        ci95: ends.map(|ends| (middle(|e| e.0, &ends), middle(|e| e.1, &ends))),
+    })
+}

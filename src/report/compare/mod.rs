@@ -1,0 +1,361 @@
+//! `mbperf compare`: result files of a baseline against new ones. Reads, pairs by configuration, judges, reports.
+//!
+//! The CSV files alone are needed. What cannot be compared is said and fails; it is never left out in silence.
+
+pub mod judge;
+pub mod keys;
+mod metric;
+pub mod pair;
+pub mod print;
+pub mod read;
+pub mod workload;
+
+pub use judge::Verdict;
+pub use keys::Unlike;
+pub use metric::Metric;
+pub use read::Source;
+
+use crate::report::SCHEMA_VERSION;
+use keys::{Key, WORTH_A_WARNING};
+use pair::{Pair, Runs};
+use serde::Serialize;
+
+/// Exit codes that `compare` alone has (DESIGN 6).
+pub const EXIT_REGRESSION: u8 = 10;
+pub const EXIT_UNDECIDED: u8 = 11;
+pub const EXIT_CANNOT_COMPARE: u8 = 12;
+
+/// What is gated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
+pub enum Gate {
+    /// The speedup within each run: machines that are fast or slow today do not move it.
+    Ratio,
+    /// Step times of both arms.
+    Time,
+    /// Ratio and time.
+    Both,
+    /// Peak memory with the graphs' own.
+    Memory,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Options {
+    pub gates: Vec<Gate>,
+    /// Relative changes that fail.
+    pub timing_threshold: f64,
+    pub ratio_threshold: f64,
+    pub memory_threshold: f64,
+    /// Fields (of [`keys::fields`]) that may differ.
+    pub allow_unlike: Vec<String>,
+    pub allow_missing: bool,
+    pub allow_unsteady: bool,
+    /// An undecided row does not fail.
+    pub allow_undecided: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        use crate::args::compare::DEFAULT_THRESHOLD;
+        Self {
+            gates: vec![Gate::Ratio],
+            timing_threshold: DEFAULT_THRESHOLD,
+            ratio_threshold: DEFAULT_THRESHOLD,
+            memory_threshold: DEFAULT_THRESHOLD,
+            allow_unlike: vec![],
+            allow_missing: false,
+            allow_unsteady: false,
+            allow_undecided: false,
+        }
+    }
+}
+
+/// One figure of one configuration.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Row {
+    /// The configuration in a few words, and its key in full.
+    pub label: String,
+    pub configuration: serde_json::Map<String, serde_json::Value>,
+    pub metric: Metric,
+    pub verdict: Verdict,
+    /// Medians over the runs; `None` when the row cannot be compared.
+    pub base: Option<f64>,
+    pub new: Option<f64>,
+    /// Relative change of the figure itself, with its 99 % interval.
+    pub change: Option<f64>,
+    pub change_ci99_low: Option<f64>,
+    pub change_ci99_high: Option<f64>,
+    pub threshold: f64,
+    pub base_runs: usize,
+    pub new_runs: usize,
+    pub notes: Vec<String>,
+}
+
+/// A configuration that a side lacks.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Missing {
+    /// `base` or `new`.
+    pub side: &'static str,
+    pub label: String,
+    /// Rows of it failed there, or what the nearest configuration has instead.
+    pub reason: String,
+    /// Whether `--allow-missing` excuses it: not a run that failed and did not in the baseline.
+    pub excusable: bool,
+}
+
+/// The whole comparison; what is printed in every form.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// `within_threshold`, `improvement`, `regression`, `undecided` or `cannot_compare`.
+    pub verdict: Verdict,
+    pub exit_code: u8,
+    pub base: Vec<String>,
+    pub new: Vec<String>,
+    pub options: Options,
+    /// Why it cannot be compared.
+    pub reasons: Vec<String>,
+    /// Fields that differ; those allowed to.
+    pub unlike: Vec<Unlike>,
+    pub unlike_allowed: Vec<Unlike>,
+    pub missing: Vec<Missing>,
+    pub warnings: Vec<String>,
+    pub rows: Vec<Row>,
+}
+
+/// Compares files with files. Never fails: what is wrong is in the report, and in its exit code.
+pub fn compare(base: &[Source], new: &[Source], options: &Options) -> Report {
+    let names = |side: &[Source]| side.iter().map(|s| s.name.clone()).collect();
+    let mut report = Report {
+        verdict: Verdict::CannotCompare,
+        exit_code: EXIT_CANNOT_COMPARE,
+        base: names(base),
+        new: names(new),
+        options: options.clone(),
+        reasons: vec![],
+        unlike: vec![],
+        unlike_allowed: vec![],
+        missing: vec![],
+        warnings: vec![],
+        rows: vec![],
+    };
+    let mut records = |side: &[Source]| {
+        let mut all = Vec::new();
+        for source in side {
+            match read::read(source) {
+                Ok(records) => all.extend(records),
+                Err(reason) => report.reasons.push(reason),
+            }
+        }
+        all
+    };
+    let (base, new) = (records(base), records(new));
+    if report.reasons.is_empty() {
+        let pairs = pair::pair(&base, &new, options, &mut report);
+        rows(&pairs, options, &mut report);
+    }
+    conclude(&mut report);
+    report
+}
+
+/// Judges every pair; appends rows, and what is wrong.
+fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
+    let telling = pair::telling(pairs);
+    for pair in pairs {
+        let label = pair.key.label(&telling);
+        let unlike = alike(pair, options, report);
+        warn(pair, &label, report);
+        for metric in metric::of_gates(&options.gates).into_iter().filter(|m| m.applies(&pair.key)) {
+            let row = row(pair, &label, metric, &unlike, options);
+            match row {
+                Ok(row) => report.rows.push(row),
+                Err(reasons) => {
+                    report.reasons.extend(
+                        reasons.iter().filter(|r| !report.reasons.contains(r)).cloned().collect::<Vec<_>>(),
+                    );
+                    report.rows.push(blank(pair, &label, metric, options, reasons));
+                }
+            }
+        }
+    }
+    if report.rows.is_empty() {
+        report.reasons.push(if pairs.is_empty() {
+            "no configuration is in both sides".into()
+        } else {
+            "no paired row has the figure that is gated: rows without graphs have no speedup (--gate time compares step times)".into()
+        });
+    }
+}
+
+/// Fields of a pair that differ without leave; all differences are put into the report.
+fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
+    let (base, new) = (pair.base.records(), pair.new.records());
+    let mut names = Vec::new();
+    for field in keys::ALIKE.into_iter().chain([keys::CLOCK]) {
+        let Some(unlike) = keys::unlike(&base, &new, field) else { continue };
+        let allowed = options.allow_unlike.iter().any(|f| f == field);
+        let list = if allowed { &mut report.unlike_allowed } else { &mut report.unlike };
+        if !list.contains(&unlike) {
+            list.push(unlike);
+        }
+        if !allowed {
+            names.push(field.to_owned());
+        }
+    }
+    let known = SCHEMA_VERSION.to_string();
+    if let Some(row) = base.iter().chain(&new).find(|r| r.cell("schema_version") != known) {
+        let unlike = Unlike {
+            field: "schema_version".into(),
+            base: row.wrong("schema_version", row.cell("schema_version")),
+            new: format!("this mbperf reads version {known}"),
+        };
+        let allowed = options.allow_unlike.iter().any(|f| f == "schema_version");
+        let list = if allowed { &mut report.unlike_allowed } else { &mut report.unlike };
+        if !list.iter().any(|u| u.field == unlike.field) {
+            list.push(unlike);
+        }
+        if !allowed && !names.iter().any(|n| n == "schema_version") {
+            names.push("schema_version".into());
+        }
+    }
+    names
+}
+
+fn warn(pair: &Pair, label: &str, report: &mut Report) {
+    let (base, new) = (pair.base.records(), pair.new.records());
+    let mut add = |text: String| {
+        if !report.warnings.contains(&text) {
+            report.warnings.push(text);
+        }
+    };
+    for column in WORTH_A_WARNING {
+        if let Some(u) = keys::unlike(&base, &new, column) {
+            add(format!("{column} differs: {} in base, {} in new", u.base, u.new));
+        }
+    }
+    for record in base.iter().chain(&new) {
+        let throttled = record.cell("throttle_reasons");
+        if !throttled.is_empty() && throttled != "none" {
+            add(format!("{}: clocks were held back: {throttled}", record.place()));
+        }
+        if record.cell("other_processes_max").parse::<u64>().is_ok_and(|n| n > 0) {
+            add(format!("{}: other processes computed on the GPU", record.place()));
+        }
+        if record.cell("device") == "cpu" {
+            add(format!("{label}: device cpu: its times say nothing about a GPU"));
+        }
+    }
+    for (side, runs) in [("base", &pair.base), ("new", &pair.new)] {
+        if !runs.failed.is_empty() {
+            add(format!(
+                "{label}: {} of its runs failed in {side}; the others are compared",
+                runs.failed.len()
+            ));
+        }
+    }
+}
+
+/// A row with figures, or why there are none.
+fn row(
+    pair: &Pair,
+    label: &str,
+    metric: Metric,
+    unlike: &[String],
+    options: &Options,
+) -> Result<Row, Vec<String>> {
+    let mut reasons = Vec::new();
+    if !unlike.is_empty() {
+        reasons.push(format!("{label}: unlike in {}", unlike.join(", ")));
+    }
+    let mut samples = |side: &Runs| {
+        let (samples, wrong) = metric.samples(side);
+        reasons.extend(wrong);
+        samples
+    };
+    let (base, new) = (samples(&pair.base), samples(&pair.new));
+    if !reasons.is_empty() {
+        return Err(reasons);
+    }
+    let Some(change) = judge::change(&base, &new, metric.scatter()) else {
+        return Err(vec![format!("{label}: no run to compare")]);
+    };
+    let threshold = metric.threshold(options);
+    let mut row = blank(pair, label, metric, options, vec![]);
+    row.verdict = judge::judge(change.log, threshold);
+    let (low, high) = metric.relative(change.log);
+    (row.base, row.new) =
+        (judge::middle(&base).map(|c| metric.figure(c)), judge::middle(&new).map(|c| metric.figure(c)));
+    (row.change, row.change_ci99_low, row.change_ci99_high) =
+        (Some(metric.relative_value(change.log.value)), Some(low), Some(high));
+    if change.basis == judge::Basis::OneRun {
+        row.notes.push(format!(
+            "one run a side: the spread between runs is not known, the interval is widened by +-{:.1} %",
+            metric.scatter().one_run_half_width * 100.0
+        ));
+    } else if base.len() == 1 || new.len() == 1 {
+        row.notes.push("one run on one side: the other side's spread is used for both".into());
+    }
+    if change.interval_assumed {
+        row.notes.push(
+            "a run has no interval of its own (under eight pairs of blocks): a wide one is assumed".into(),
+        );
+    }
+    if pair.base.records().iter().chain(&pair.new.records()).any(|r| r.cell("steady_reached") == "false") {
+        row.notes.push("steady state was not reached".into());
+        if !options.allow_unsteady {
+            row.verdict = Verdict::Undecided;
+        }
+    }
+    Ok(row)
+}
+
+fn blank(pair: &Pair, label: &str, metric: Metric, options: &Options, notes: Vec<String>) -> Row {
+    Row {
+        label: label.into(),
+        configuration: pair.key.cells().map(|(k, v)| (k.to_owned(), v.into())).collect(),
+        metric,
+        verdict: Verdict::CannotCompare,
+        base: None,
+        new: None,
+        change: None,
+        change_ci99_low: None,
+        change_ci99_high: None,
+        threshold: metric.threshold(options),
+        base_runs: pair.base.len(),
+        new_runs: pair.new.len(),
+        notes,
+    }
+}
+
+/// Verdict and exit code of the whole: what cannot be compared outweighs a regression, that an undecided row.
+fn conclude(report: &mut Report) {
+    let any = |verdict| report.rows.iter().any(|r| r.verdict == verdict);
+    let missing = report.missing.iter().any(|m| !(m.excusable && report.options.allow_missing));
+    let broken = !report.reasons.is_empty() || !report.unlike.is_empty() || missing;
+    let (verdict, code) = if broken || any(Verdict::CannotCompare) {
+        (Verdict::CannotCompare, EXIT_CANNOT_COMPARE)
+    } else if any(Verdict::Regression) {
+        (Verdict::Regression, EXIT_REGRESSION)
+    } else if any(Verdict::Undecided) {
+        (Verdict::Undecided, if report.options.allow_undecided { 0 } else { EXIT_UNDECIDED })
+    } else if any(Verdict::Improvement) {
+        (Verdict::Improvement, 0)
+    } else {
+        (Verdict::WithinThreshold, 0)
+    };
+    (report.verdict, report.exit_code) = (verdict, code);
+}
+
+/// What the other side has in place of a configuration that it lacks.
+fn nearest<'a>(key: &Key, others: impl Iterator<Item = &'a Key>) -> String {
+    /// More differences than this make another configuration, not a near miss.
+    const NEAR: usize = 4;
+    let near = others.map(|o| key.differences(o)).filter(|d| !d.is_empty()).min_by_key(Vec::len);
+    match near.filter(|d| d.len() <= NEAR) {
+        Some(differences) => {
+            let each = differences.iter().map(|(name, a, b)| format!("{name} ({a:?} here, {b:?} there)"));
+            format!("the nearest row there differs in {}", each.collect::<Vec<_>>().join(", "))
+        }
+        None => "no row there is like it".into(),
+    }
+}

@@ -1,0 +1,153 @@
+//! Pairs rows by configuration key, and gathers the runs of each side.
+
+use super::keys::{KEY, Key, WORKLOAD};
+use super::read::Record;
+use super::{Missing, Options, Report, nearest, workload};
+use std::collections::HashMap;
+
+/// Rows of one configuration on one side.
+#[derive(Debug, Default)]
+pub struct Runs<'a> {
+    /// Rows that are `ok`, by run: a run repeated in one process (`--repeat`) has several.
+    runs: Vec<(&'a str, Vec<&'a Record>)>,
+    /// Rows that are not.
+    pub failed: Vec<&'a Record>,
+}
+
+impl<'a> Runs<'a> {
+    /// Rows that are `ok`.
+    pub fn records(&self) -> Vec<&'a Record> {
+        self.runs.iter().flat_map(|(_, rows)| rows.iter().copied()).collect()
+    }
+    /// Rows of each run.
+    pub fn by_run(&self) -> impl Iterator<Item = &[&'a Record]> {
+        self.runs.iter().map(|(_, rows)| rows.as_slice())
+    }
+    pub fn len(&self) -> usize {
+        self.runs.len()
+    }
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+}
+
+/// One configuration that both sides hold.
+#[derive(Debug)]
+pub struct Pair<'a> {
+    pub key: Key,
+    pub base: Runs<'a>,
+    pub new: Runs<'a>,
+}
+
+/// Columns that tell the rows of one run apart beside its id; a file may lack them.
+const REPEAT: &str = "repeat";
+
+/// Pairs in the order of the baseline. What a side lacks, doubled rows and unread commands go into the report.
+pub fn pair<'a>(
+    base: &'a [Record],
+    new: &'a [Record],
+    options: &Options,
+    report: &mut Report,
+) -> Vec<Pair<'a>> {
+    let mut commands = HashMap::new();
+    let base = side(base, "base", options, &mut commands, report);
+    let mut new = side(new, "new", options, &mut commands, report);
+    if commands.iter().any(|(command, read)| !command.is_empty() && read.is_none()) {
+        let text = "commands that are not of this mbperf: settings without a column were not compared";
+        report.warnings.push(text.into());
+    }
+    let same_run = |(key, runs): &(Key, Runs)| {
+        let others = new.iter().find(|(k, _)| k == key).map(|(_, r)| r);
+        others.is_some_and(|o| o.runs.iter().any(|(id, _)| runs.runs.iter().any(|(i, _)| i == id)))
+    };
+    if base.iter().any(same_run) {
+        report.warnings.push("runs are on both sides: they are compared with themselves".into());
+    }
+    let mut pairs = Vec::new();
+    let base_keys: Vec<Key> = base.iter().map(|(k, _)| k.clone()).collect();
+    let new_keys: Vec<Key> = new.iter().map(|(k, _)| k.clone()).collect();
+    for (key, base) in base {
+        let at = new.iter().position(|(k, _)| *k == key);
+        let new = at.map(|at| new.swap_remove(at).1).unwrap_or_default();
+        lacking(&key, &base, &new, [&base_keys, &new_keys], report);
+        if !base.is_empty() && !new.is_empty() {
+            pairs.push(Pair { key, base, new });
+        }
+    }
+    // In the order of the file again: pairs were taken out of it.
+    new.sort_by_key(|(k, _)| new_keys.iter().position(|n| n == k));
+    for (key, runs) in &new {
+        lacking(key, &Runs::default(), runs, [&base_keys, &new_keys], report);
+    }
+    pairs
+}
+
+/// Says which side has no figure of a configuration, and why.
+fn lacking(key: &Key, base: &Runs, new: &Runs, keys: [&[Key]; 2], report: &mut Report) {
+    let sides = [("base", base, new, keys[0]), ("new", new, base, keys[1])];
+    for (side, runs, other, keys) in sides {
+        if !runs.is_empty() {
+            continue;
+        }
+        let reason = match runs.failed.first() {
+            Some(row) => format!("{}: {} ({})", row.cell("status"), row.cell("status_reason"), row.place()),
+            None => nearest(key, keys.iter()),
+        };
+        let excusable = side == "base" || runs.failed.is_empty() || other.is_empty();
+        report.missing.push(Missing { side, label: key.label(&[]), reason, excusable });
+    }
+}
+
+type Commands<'a> = HashMap<&'a str, Option<String>>;
+
+fn side<'a>(
+    records: &'a [Record],
+    name: &str,
+    options: &Options,
+    commands: &mut Commands<'a>,
+    report: &mut Report,
+) -> Vec<(Key, Runs<'a>)> {
+    let mut groups: Vec<(Key, Runs)> = Vec::new();
+    let mut index: HashMap<Key, usize> = HashMap::new();
+    for record in records {
+        let command = record.cell("command");
+        let settings = commands.entry(command).or_insert_with(|| workload::settings(command)).clone();
+        let cell = |column: &str| match column {
+            WORKLOAD => settings.clone().unwrap_or_default(),
+            _ => record.cell(column).to_owned(),
+        };
+        let key = Key::new(cell, &options.allow_unlike);
+        let at = *index.entry(key.clone()).or_insert_with(|| {
+            groups.push((key, Runs::default()));
+            groups.len() - 1
+        });
+        let runs = &mut groups[at].1;
+        if record.cell("status") != "ok" {
+            runs.failed.push(record);
+            continue;
+        }
+        let id = record.cell("run_id");
+        let Some((_, rows)) = runs.runs.iter_mut().find(|(i, _)| *i == id) else {
+            runs.runs.push((id, vec![record]));
+            continue;
+        };
+        match rows.iter().find(|r| r.cell(REPEAT) == record.cell(REPEAT)) {
+            None => rows.push(record),
+            Some(first) if first.same_cells(record) => {
+                let text = format!("{} repeats {} in {name}: counted once", record.place(), first.place());
+                report.warnings.push(text);
+            }
+            Some(first) => report.reasons.push(format!(
+                "{} and {} are rows of one run (run_id {id:?}) and one configuration, and differ",
+                first.place(),
+                record.place()
+            )),
+        }
+    }
+    groups
+}
+
+/// Columns of the key in which pairs differ: a label names them.
+pub fn telling(pairs: &[Pair]) -> Vec<&'static str> {
+    KEY.into_iter().filter(|c| pairs.iter().any(|p| p.key.get(c) != pairs[0].key.get(c))).collect()
+}

@@ -1,0 +1,143 @@
+//! Result files as records by column name. Strict: whole records of a known header, or a reason why not.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// One file as it was read, or why it could not be.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// As the user gave it.
+    pub name: String,
+    pub bytes: Result<Vec<u8>, String>,
+}
+
+/// One row of a file.
+#[derive(Debug, Clone)]
+pub struct Record {
+    source: Arc<str>,
+    /// Counts rows after the header from 1.
+    row: usize,
+    columns: Arc<HashMap<String, usize>>,
+    cells: csv::StringRecord,
+}
+
+impl Record {
+    /// The cell of a column; `None` when the file has no such column.
+    pub fn get(&self, column: &str) -> Option<&str> {
+        self.columns.get(column).and_then(|at| self.cells.get(*at))
+    }
+
+    /// The cell of a column; empty when the file has no such column.
+    pub fn cell(&self, column: &str) -> &str {
+        self.get(column).unwrap_or_default()
+    }
+
+    /// Whether every cell is the same.
+    pub fn same_cells(&self, other: &Record) -> bool {
+        self.cells == other.cells && *self.columns == *other.columns
+    }
+
+    /// Where the row stands, for messages.
+    pub fn place(&self) -> String {
+        let name = |column| Some(self.cell(column)).filter(|c| !c.is_empty()).unwrap_or("?");
+        format!("{}, row {} ({} {})", self.source, self.row, name("model_recipe"), name("arm"))
+    }
+
+    /// What is wrong with a cell, with its place.
+    pub fn wrong(&self, column: &str, what: &str) -> String {
+        format!("{}, column {column}: {what}", self.place())
+    }
+
+    /// A cell that must hold a finite number above 0.
+    ///
+    /// # Errors
+    /// The row, the column and what stands there.
+    pub fn positive(&self, column: &str) -> Result<f64, String> {
+        match self.number(column)? {
+            Some(x) => Ok(x),
+            None => Err(self.wrong(column, "empty: it was not measured")),
+        }
+    }
+
+    /// The same for a cell that may be empty.
+    ///
+    /// # Errors
+    /// As [`Record::positive`].
+    pub fn number(&self, column: &str) -> Result<Option<f64>, String> {
+        let text = match self.get(column) {
+            None => return Err(self.wrong(column, "the file has no such column")),
+            Some("") => return Ok(None),
+            Some(text) => text,
+        };
+        match text.parse::<f64>() {
+            Ok(x) if x.is_finite() && x > 0.0 => Ok(Some(x)),
+            _ => Err(self.wrong(column, &format!("{text:?} is not a finite number above 0"))),
+        }
+    }
+}
+
+/// Columns without which a row cannot be placed; the others may be absent and then count as empty.
+const NEEDED: [&str; 5] = ["schema_version", "run_id", "status", "model_recipe", "arm"];
+
+/// All rows of a file that holds at least one.
+///
+/// # Errors
+/// As [`records`].
+pub fn read(source: &Source) -> Result<Vec<Record>, String> {
+    let records = records(source)?;
+    if records.is_empty() {
+        return Err(format!("{} holds no row", source.name));
+    }
+    Ok(records)
+}
+
+/// All rows of a file.
+///
+/// # Errors
+/// One sentence that names the file and, where there is one, the row and the column.
+pub fn records(source: &Source) -> Result<Vec<Record>, String> {
+    let name = &source.name;
+    let bytes = source.bytes.as_ref().map_err(|e| format!("{name} cannot be read: {e}"))?;
+    if bytes.is_empty() {
+        return Err(format!("{name} is empty"));
+    }
+    let mut reader = csv::ReaderBuilder::new().flexible(false).from_reader(bytes.as_slice());
+    let header = reader.headers().map_err(|e| format!("{name} is no CSV file: {e}"))?.clone();
+    let mut columns = HashMap::new();
+    for (at, column) in header.iter().enumerate() {
+        if columns.insert(column.to_owned(), at).is_some() {
+            return Err(format!("{name} has two columns of the name {column:?}"));
+        }
+    }
+    if let Some(column) = NEEDED.iter().find(|c| !columns.contains_key(**c)) {
+        return Err(format!("{name} holds no results of mbperf: it has no column {column}"));
+    }
+    let (source, columns): (Arc<str>, _) = (name.as_str().into(), Arc::new(columns));
+    let mut records = Vec::new();
+    for (at, cells) in reader.into_records().enumerate() {
+        let cells = cells.map_err(|e| format!("{name}, row {}: {e}", at + 1))?;
+        let record = Record { source: source.clone(), row: at + 1, columns: columns.clone(), cells };
+        check(&record)?;
+        records.push(record);
+    }
+    Ok(records)
+}
+
+/// Cells that say what a row is.
+fn check(record: &Record) -> Result<(), String> {
+    let one_of = |column: &str, choices: &[&str]| {
+        let cell = record.cell(column);
+        if choices.contains(&cell) {
+            return Ok(());
+        }
+        Err(record.wrong(column, &format!("{cell:?} is none of {}", choices.join(", "))))
+    };
+    one_of("status", &["ok", "failed", "skipped"])?;
+    one_of("arm", &["eager", "graph"])?;
+    if let Some(column) =
+        ["run_id", "model_recipe", "schema_version"].iter().find(|c| record.cell(c).is_empty())
+    {
+        return Err(record.wrong(column, "empty"));
+    }
+    Ok(())
+}

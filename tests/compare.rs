@@ -1,0 +1,415 @@
+//! `mbperf compare` through the binary: what CI sees, exit codes included.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+#[path = "common/results.rs"]
+mod results;
+
+use results::Results;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// What a comparison came to.
+struct Seen {
+    code: i32,
+    stdout: String,
+    stderr: String,
+    json: Value,
+}
+
+fn binary() -> assert_cmd::Command {
+    assert_cmd::Command::cargo_bin("mbperf").unwrap()
+}
+
+fn files(base: &[PathBuf], new: &[PathBuf], options: &[&str]) -> Seen {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("report.json");
+    let mut command = binary();
+    command.arg("compare").args(base).arg("--new").args(new).args(options).arg("--json").arg(&json);
+    let output = command.output().unwrap();
+    let report = std::fs::read_to_string(&json).unwrap_or_else(|_| "null".into());
+    let seen = Seen {
+        code: output.status.code().unwrap(),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+        json: serde_json::from_str(&report).unwrap(),
+    };
+    // The report is written before the exit, whatever the verdict, and agrees with it.
+    if ![1, 2].contains(&seen.code) {
+        assert_eq!(seen.json["exit_code"], seen.code, "{}{}", seen.stdout, seen.stderr);
+        assert!(!seen.stdout.is_empty());
+    }
+    assert!(!seen.stderr.contains("panicked"), "{}", seen.stderr);
+    seen
+}
+
+fn compare(base: &Results, new: &Results, options: &[&str]) -> Seen {
+    let folder = tempfile::tempdir().unwrap();
+    let base = base.save(folder.path(), "base.csv");
+    let new = new.save(folder.path(), "new.csv");
+    files(&[base], &[new], options)
+}
+
+fn code(base: &Results, new: &Results, options: &[&str]) -> i32 {
+    compare(base, new, options).code
+}
+
+#[test]
+fn b26_equal_runs_pass_and_only_sure_and_large_changes_fail() {
+    let base = Results::three("base", 1.0, 1.0);
+    assert_eq!(code(&base, &Results::three("new", 1.0, 1.0), &[]), 0);
+    // 2 % is surely there, and below the threshold.
+    let small = compare(&base, &Results::three("new", 1.0, 0.98), &[]);
+    assert_eq!((small.code, &small.json["rows"][0]["verdict"]), (0, &Value::from("within_threshold")));
+    assert_eq!(code(&base, &Results::three("new", 1.0, 0.9), &[]), 10);
+    // Noise that holds both no change and the threshold is called neither.
+    let noisy = |name: &str, r: f64| {
+        let wobble = [0.9, 1.0, 1.1].iter().enumerate();
+        wobble.fold(Results::default(), |f, (i, w)| f.run(&format!("{name}{i}"), 100.0, 1.25 * r * w, 0.003))
+    };
+    let undecided = compare(&noisy("b", 1.0), &noisy("n", 0.97), &[]);
+    assert_eq!((undecided.code, &undecided.json["verdict"]), (11, &Value::from("undecided")));
+    assert!(undecided.stderr.contains("UNDECIDED"));
+    assert_eq!(code(&noisy("b", 1.0), &noisy("n", 0.97), &["--undecided", "pass"]), 0);
+    // Gains are told and pass.
+    let gain = compare(&base, &Results::three("new", 1.0, 1.2), &[]);
+    assert_eq!((gain.code, &gain.json["rows"][0]["verdict"]), (0, &Value::from("improvement")));
+    assert!(gain.stdout.contains("improvement"));
+}
+
+#[test]
+fn b26_one_run_a_side_says_so_and_still_finds_twenty_percent() {
+    let base = Results::one();
+    let run = |ratio: f64| Results::default().run("new-1", 100.0, 1.25 * ratio, 0.003);
+    for (ratio, expected) in [(1.0, 0), (1.0 / 1.2, 10), (1.2, 0)] {
+        let seen = compare(&base, &run(ratio), &[]);
+        assert_eq!(seen.code, expected, "{ratio}: {}", seen.stdout);
+        assert!(seen.stdout.contains("one run a side") && seen.stdout.contains("+-3.0 %"), "{}", seen.stdout);
+    }
+    // Without intervals of their own (under eight pairs) runs cannot pass, and 20 % is still called.
+    let bare = |r: Results| r.with("speedup_ci95_low", "").with("speedup_ci95_high", "");
+    assert_eq!(code(&bare(base.clone()), &bare(run(1.0)), &[]), 11);
+    assert_eq!(code(&bare(base), &bare(run(1.0 / 1.2)), &[]), 10);
+}
+
+#[test]
+fn b27_unlike_machines_builds_and_workloads_are_refused_by_field() {
+    let base = Results::three("base", 1.0, 1.0);
+    for (field, value) in [
+        ("gpu_name", "NVIDIA H100 NVL"),
+        ("gpu_name", "NVIDIA H200 MIG 1g.18gb"),
+        ("gpu_memory_mib", "98304"),
+        ("driver_version", "575.10"),
+        ("cuda_version", "12.9"),
+        ("power_limit_w", "500"),
+        ("sm_clock_mhz_median", "1200"),
+        ("schema_version", "2"),
+        ("device", "cpu"),
+        ("seed", "7"),
+        ("te_rng_tracker", "false"),
+        ("approximations", "x"),
+        ("comm", "nccl"),
+        ("tokens_dropped", "17"),
+    ] {
+        let new = Results::three("new", 1.0, 1.0).with(field, value);
+        let refused = compare(&base, &new, &[]);
+        assert_eq!(refused.code, 12, "{field}");
+        assert_eq!(refused.json["unlike"][0]["field"], field);
+        assert!(refused.stdout.contains(field) && refused.stdout.contains(value), "{}", refused.stdout);
+        assert_eq!(refused.json["rows"][0]["verdict"], "cannot_compare");
+        assert!(refused.json["rows"][0]["change"].is_null());
+        // More runs make it no surer.
+        assert_eq!(
+            code(&base, &new.clone().and(Results::three("more", 1.0, 1.0).with(field, value)), &[]),
+            12
+        );
+        // Allowed, it is compared, and the report says what was allowed.
+        let allowed = compare(&base, &new, &["--allow-unlike", field]);
+        assert_eq!(allowed.code, 0, "{field}: {}", allowed.stdout);
+        assert_eq!(allowed.json["unlike_allowed"][0]["field"], field);
+        assert_eq!(allowed.json["options"]["allow_unlike"][0], field);
+        assert!(allowed.stdout.contains("allowed by --allow-unlike"));
+    }
+    // Clocks that move a little by themselves are alike.
+    assert_eq!(code(&base, &Results::three("new", 1.0, 1.0).with("sm_clock_mhz_median", "1935"), &[]), 0);
+    // A side that is unlike in itself is refused too.
+    let mixed = base.clone().and(Results::three("other", 1.0, 1.0).with("driver_version", "575.10"));
+    assert_eq!(code(&mixed, &base, &[]), 12);
+}
+
+#[test]
+fn b27_settings_of_the_workload_are_told_by_name() {
+    let base = Results::three("base", 1.0, 1.0);
+    for (field, value) in
+        [("seq_length", "8192"), ("num_layers", "4"), ("tp", "2"), ("cuda_graph_scope", "attn")]
+    {
+        let refused = compare(&base, &Results::three("new", 1.0, 1.0).with(field, value), &[]);
+        assert_eq!(refused.code, 12, "{field}");
+        assert!(refused.stdout.contains(&format!("differs in {field}")), "{}", refused.stdout);
+        assert_eq!(
+            code(&base, &Results::three("new", 1.0, 1.0).with(field, value), &["--allow-unlike", field]),
+            0
+        );
+    }
+    let sized = Results::three("new", 1.0, 1.0)
+        .with("command", "mbperf -m llama -mr llama3_8b -g h100 --hidden_size 64");
+    let refused = compare(&base, &sized, &[]);
+    assert_eq!(refused.code, 12);
+    assert!(refused.stdout.contains("--hidden_size=64"), "{}", refused.stdout);
+    assert_eq!(code(&base, &sized, &["--allow-unlike", "workload"]), 0);
+    let elsewhere =
+        Results::three("new", 1.0, 1.0).with("command", "mbperf -m llama -mr llama3_8b -g h100 -o b.csv");
+    assert_eq!(code(&base, &elsewhere, &[]), 0);
+    // Another order of scope names is the same scope.
+    assert_eq!(code(&base, &Results::three("new", 1.0, 1.0).with("cuda_graph_scope", "mlp+attn"), &[]), 0);
+}
+
+#[test]
+fn b28_exit_codes_and_reports_in_every_form() {
+    let base = Results::three("base", 1.0, 1.0);
+    let slow = Results::three("new", 1.0, 0.8);
+    let folder = tempfile::tempdir().unwrap();
+    let page = folder.path().join("report.md");
+    let seen = compare(&base, &slow, &["--markdown", page.to_str().unwrap()]);
+    assert_eq!(seen.code, 10);
+    assert!(seen.stderr.contains("REGRESSION"), "{}", seen.stderr);
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("| configuration |") && page.contains("REGRESSION"), "{page}");
+    let json: Value = serde_json::from_str(&compare(&base, &slow, &["--format", "json"]).stdout).unwrap();
+    assert_eq!((json["verdict"].as_str(), json["exit_code"].as_u64()), (Some("regression"), Some(10)));
+    let row = &json["rows"][0];
+    assert_eq!(row["configuration"]["model_recipe"], "llama3_8b");
+    assert!((row["change"].as_f64().unwrap() + 0.2).abs() < 1e-9);
+    assert!(row["change_ci99_high"].as_f64().unwrap() < -0.15);
+    assert!(compare(&base, &slow, &["--format", "markdown"]).stdout.starts_with("### mbperf compare"));
+    // A report that cannot be written is no pass.
+    assert_eq!(code(&base, &base.clone(), &["--markdown", "/nonexistent/x.md"]), 1);
+}
+
+#[test]
+fn b28_wrong_use_is_exit_2() {
+    let base = Results::one();
+    for options in [
+        &["--gate", "speed"][..],
+        &["--timing_threshold", "5"],
+        &["--timing_threshold", "0"],
+        &["--timing_threshold", "-0.05"],
+        &["--memory_threshold", "nan"],
+        &["--allow-unlike", "drivers"],
+        &["--undecided", "maybe"],
+        &["--no-such-option"],
+    ] {
+        assert_eq!(code(&base, &base.clone(), options), 2, "{options:?}");
+    }
+    for line in [&["compare"][..], &["compare", "a.csv"], &["compare", "--new", "b.csv"]] {
+        assert_eq!(binary().args(line).output().unwrap().status.code(), Some(2), "{line:?}");
+    }
+    let seen = compare(&base, &base.clone(), &["--allow-unlike", "driver_versio"]);
+    assert!(seen.stderr.contains("Did you mean `driver_version`"), "{}", seen.stderr);
+}
+
+#[test]
+fn b29_rows_pair_by_key_and_missing_ones_fail_by_name() {
+    let second = |name: &str, ratio: f64| Results::three(name, 1.0, ratio).with("cuda_graph_scope", "attn");
+    let base = Results::three("base", 1.0, 1.0).and(second("base-attn", 1.1));
+    // The other order of rows.
+    let turned = second("new-attn", 1.1).and(Results::three("new", 1.0, 1.0));
+    assert_eq!(code(&base, &turned, &[]), 0);
+    for (base, new, side) in [(&base, &second("n", 1.1), "new"), (&second("n", 1.1), &base, "base")] {
+        let lacking = compare(base, new, &[]);
+        assert_eq!(lacking.code, 12);
+        assert_eq!(lacking.json["missing"][0]["side"], side);
+        assert!(lacking.stdout.contains("attn+mlp"), "{}", lacking.stdout);
+        assert_eq!(code(base, new, &["--allow-missing"]), 0);
+    }
+    // Nothing matched is an error whatever is allowed.
+    let other = Results::three("x", 1.0, 1.0).with("model_recipe", "qwen3_30b_a3b");
+    assert_eq!(code(&base, &other, &["--allow-missing"]), 12);
+    // A missing or misnamed baseline is named.
+    let folder = tempfile::tempdir().unwrap();
+    let new = base.save(folder.path(), "new.csv");
+    let seen = files(&[folder.path().join("bas.csv")], &[new], &[]);
+    assert_eq!(seen.code, 12);
+    assert!(seen.stdout.contains("bas.csv cannot be read"), "{}", seen.stdout);
+}
+
+#[test]
+fn b29_a_run_that_failed_is_a_missing_row() {
+    let base = Results::three("base", 1.0, 1.0);
+    let failed = |name: &str| {
+        let rows = Results::default().run(name, 100.0, 1.25, 0.003).with("status", "failed");
+        ["speedup", "step_time_ms_median"]
+            .iter()
+            .fold(rows, |r, c| r.with(c, ""))
+            .with("status_reason", "out of memory")
+    };
+    let seen = compare(&base, &failed("new"), &[]);
+    assert_eq!(seen.code, 12);
+    assert!(seen.stdout.contains("out of memory"), "{}", seen.stdout);
+    // Not excused: the row is there and broke.
+    let other = |name| Results::three(name, 1.0, 1.0).with("tp", "2");
+    assert_eq!(code(&base.clone().and(other("a")), &failed("new").and(other("b")), &["--allow-missing"]), 12);
+    // Broken before as well, or repaired: --allow-missing goes on with the rest.
+    assert_eq!(code(&failed("x").and(other("a")), &failed("new").and(other("b")), &["--allow-missing"]), 0);
+    assert_eq!(code(&failed("x").and(other("a")), &base.clone().and(other("b")), &["--allow-missing"]), 0);
+    assert_eq!(code(&failed("x").and(other("a")), &base.and(other("b")), &[]), 12);
+}
+
+#[test]
+fn b29_each_gate_has_its_threshold() {
+    let base = Results::three("base", 1.0, 1.0);
+    // A slow machine moves times and not the ratio.
+    let slow_machine = Results::three("new", 1.2, 1.0);
+    assert_eq!(code(&base, &slow_machine, &[]), 0);
+    assert_eq!(code(&base, &slow_machine, &["--gate", "time"]), 10);
+    assert_eq!(code(&base, &slow_machine, &["--gate", "both"]), 10);
+    assert_eq!(code(&base, &slow_machine, &["--gate", "time", "--timing_threshold", "0.3"]), 0);
+    let lost_ratio = Results::three("new", 1.0, 0.9);
+    assert_eq!(code(&base, &lost_ratio, &["--gate", "both", "--timing_threshold", "0.3"]), 0);
+    assert_eq!(code(&base, &lost_ratio, &["--timing_threshold", "0.3", "--ratio_threshold", "0.05"]), 10);
+    let larger = Results::three("new", 1.0, 1.0).with("peak_memory_mib", "44000");
+    assert_eq!(code(&base, &larger, &[]), 0);
+    assert_eq!(code(&base, &larger, &["--gate", "memory"]), 10);
+    assert_eq!(code(&base, &larger, &["--gate", "ratio,memory"]), 10);
+    assert_eq!(code(&base, &larger, &["--gate", "memory", "--memory_threshold", "0.2"]), 0);
+    let graphs = Results::three("new", 1.0, 1.0).with("graph_memory_mib", "9000");
+    assert_eq!(code(&base, &graphs, &["--gate", "memory"]), 10);
+    // Rows without graphs have no ratio: nothing to gate is no pass.
+    let eager = |name| {
+        let mut results = Results::three(name, 1.0, 1.0).with("cuda_graph_impl", "none");
+        let arm = results.at("arm");
+        results.rows.retain(|r| r[arm] == "eager");
+        results.with("speedup", "")
+    };
+    assert_eq!(code(&eager("a"), &eager("b"), &[]), 12);
+    assert_eq!(code(&eager("a"), &eager("b"), &["--gate", "time"]), 0);
+}
+
+#[test]
+fn cells_that_are_no_figures_are_named_by_row_and_column() {
+    let base = Results::three("base", 1.0, 1.0);
+    for (gate, columns) in [
+        ("ratio", &["speedup", "speedup_ci95_low", "speedup_ci95_high"][..]),
+        ("time", &["step_time_ms_median", "step_time_ms_ci95_low"]),
+        ("memory", &["peak_memory_mib"]),
+    ] {
+        for column in columns {
+            for cell in
+                ["NaN", "nan", "inf", "-inf", "0", "-1.2", "", "fast", "1,25", " 1.25", "1e999", "0x1"]
+            {
+                for (b, n) in [
+                    (base.clone(), Results::three("new", 1.0, 1.0).with_row(3, column, cell)),
+                    (base.clone().with_row(3, column, cell), Results::three("new", 1.0, 1.0)),
+                ] {
+                    let seen = compare(&b, &n, &["--gate", gate]);
+                    assert_eq!(seen.code, 12, "{column} {cell:?}: {}", seen.stdout);
+                    let named =
+                        seen.stdout.contains("row 4") && seen.stdout.contains(&format!("column {column}"));
+                    assert!(named, "{column} {cell:?}: {}", seen.stdout);
+                }
+            }
+        }
+    }
+    let outside = Results::three("new", 1.0, 1.0).with_row(1, "speedup", "9");
+    assert!(compare(&base, &outside, &[]).stdout.contains("outside its interval"));
+}
+
+#[test]
+fn several_files_and_run_ids_count_as_runs_and_copies_do_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let save = |name: &str, r: Results| r.save(folder.path(), name);
+    let run = |id: &str, ratio: f64| Results::default().run(id, 100.0, 1.25 * ratio, 0.003);
+    let base =
+        [save("b1.csv", run("b1", 1.0)), save("b2.csv", run("b2", 1.004)), save("b3.csv", run("b3", 0.996))];
+    let new = [save("n1.csv", run("n1", 1.0)), save("n2.csv", run("n2", 1.003))];
+    let seen = files(&base, &new, &[]);
+    assert_eq!(seen.code, 0);
+    assert_eq!(
+        (&seen.json["rows"][0]["base_runs"], &seen.json["rows"][0]["new_runs"]),
+        (&3.into(), &2.into())
+    );
+    assert!(!seen.stdout.contains("one run a side"));
+    // One file twice is one run.
+    let twice = files(&[base[0].clone(), base[0].clone()], &[new[0].clone(), new[0].clone()], &[]);
+    assert_eq!(twice.json["rows"][0]["base_runs"], 1);
+    assert!(twice.stdout.contains("counted once") && twice.stdout.contains("one run a side"));
+    // One run id with two figures is no run.
+    let torn = save("torn.csv", run("b1", 1.2));
+    assert_eq!(files(&[base[0].clone(), torn], &[new[0].clone()], &[]).code, 12);
+    // A file against itself.
+    let itself = files(&base, &base, &[]);
+    assert_eq!(itself.code, 0);
+    assert!(itself.stdout.contains("compared with themselves"));
+}
+
+#[test]
+fn runs_that_were_not_steady_are_undecided_by_default() {
+    let base = Results::three("base", 1.0, 1.0);
+    for ratio in [1.0, 0.8] {
+        let new = Results::three("new", 1.0, ratio).with("steady_reached", "false");
+        assert_eq!(code(&base, &new, &[]), 11);
+        assert_eq!(code(&base, &new, &["--allow-unsteady"]), if ratio < 1.0 { 10 } else { 0 });
+    }
+}
+
+#[test]
+fn what_may_explain_a_change_is_a_warning() {
+    let base = Results::three("base", 1.0, 1.0);
+    for (column, cell) in
+        [("attention_backend", "cudnn"), ("throttle_reasons", "sw_power_cap"), ("other_processes_max", "2")]
+    {
+        let seen = compare(&base, &Results::three("new", 1.0, 1.0).with(column, cell), &[]);
+        assert_eq!(seen.code, 0);
+        assert!(!seen.json["warnings"].as_array().unwrap().is_empty(), "{column}");
+    }
+    let plan = |digest: &str, name: &str| {
+        let mut results = Results::three(name, 1.0, 1.0);
+        if !results.header.iter().any(|c| c == "gemm_plan_digest") {
+            results.header.push("gemm_plan_digest".into());
+            results.rows.iter_mut().for_each(|r| r.push(String::new()));
+        }
+        results.with("gemm_plan_digest", digest)
+    };
+    let seen = compare(&plan("a1", "base"), &plan("b2", "new"), &[]);
+    assert_eq!(seen.code, 0);
+    assert!(seen.stdout.contains("gemm_plan_digest differs: a1 in base, b2 in new"), "{}", seen.stdout);
+}
+
+#[test]
+fn broken_files_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = Results::three("base", 1.0, 1.0);
+    let base = good.save(folder.path(), "base.csv");
+    let whole = good.bytes();
+    let text = String::from_utf8(whole.clone()).unwrap();
+    let header = text.lines().next().unwrap().to_owned();
+    for (what, bytes) in [
+        ("empty", vec![]),
+        ("header alone", format!("{header}\r\n").into_bytes()),
+        ("half a row", whole[..whole.len() - 60].to_vec()),
+        ("an open quote", format!("{text}\"").into_bytes()),
+        ("two equal columns", text.replacen("run_id", "speedup", 1).into_bytes()),
+        ("no CSV", b"{\"rows\": []}\n".to_vec()),
+        ("not UTF-8", [whole.as_slice(), b"\xff\xfe\n"].concat()),
+        ("steps file", b"run_id,step,arm\r\nx,1,eager\r\n".to_vec()),
+        ("unknown status", text.replacen(",ok,", ",fine,", 1).into_bytes()),
+        ("unknown arm", text.replacen(",eager,", ",edger,", 1).into_bytes()),
+        ("no run id", text.replacen("1,base-0,", "1,,", 1).into_bytes()),
+    ] {
+        let path: &Path = &folder.path().join("broken.csv");
+        std::fs::write(path, bytes).unwrap();
+        let seen = files(&[base.clone()], &[path.into()], &[]);
+        assert_eq!(seen.code, 12, "{what}: {}", seen.stdout);
+        assert!(seen.stdout.contains("broken.csv"), "{what}: {}", seen.stdout);
+    }
+    assert_eq!(files(&[base], &[folder.path().into()], &[]).code, 12);
+}
+
+#[test]
+fn markup_in_cells_stays_text() {
+    let evil = |name| Results::three(name, 1.0, 1.0).with("task", "a|b\n<img>`x`");
+    let other = |name| Results::three(name, 1.0, 1.0);
+    let seen = compare(&evil("a").and(other("b")), &evil("c").and(other("d")), &["--format", "markdown"]);
+    assert_eq!(seen.code, 0);
+    let row = seen.stdout.lines().find(|l| l.contains("&lt;img")).unwrap();
+    assert!(row.contains("a\\|b") && !row.contains("<img"), "{row}");
+}

@@ -1,0 +1,206 @@
+//! `compare` on simulated runs: false alarms, true slowdowns, and files that are broken at random.
+#![allow(clippy::unwrap_used)]
+
+#[path = "common/results.rs"]
+mod results;
+
+use mbperf::report::compare::{Gate, Options, Report, Source, Verdict, compare, keys};
+use proptest::prelude::*;
+use results::Results;
+
+/// Normal numbers, reproducible (splitmix64, Box and Muller).
+struct Noise(u64);
+
+impl Noise {
+    fn unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+    fn normal(&mut self) -> f64 {
+        (-2.0 * (1.0 - self.unit()).ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos()
+    }
+}
+
+fn source(name: &str, bytes: Vec<u8>) -> Source {
+    Source { name: name.into(), bytes: Ok(bytes) }
+}
+
+fn judged(base: &Results, new: &Results) -> Report {
+    compare(&[source("base.csv", base.bytes())], &[source("new.csv", new.bytes())], &Options::default())
+}
+
+/// Runs whose speedup is `ratio` of the true one, with noise between runs.
+fn side(noise: &mut Noise, name: &str, runs: usize, ratio: f64, sd: f64, half: f64) -> Results {
+    (0..runs).fold(Results::default(), |r, i| {
+        let speedup = 1.25 * ratio * (sd * noise.normal()).exp();
+        r.run(&format!("{name}{i}"), 100.0, speedup, half)
+    })
+}
+
+/// Counts of (regression, improvement, undecided) over pairs of sides.
+fn counts(seed: u64, pairs: usize, runs: usize, ratio: f64, sd: f64, half: f64) -> (usize, usize, usize) {
+    let mut noise = Noise(seed);
+    let mut counts = (0, 0, 0);
+    for _ in 0..pairs {
+        let base = side(&mut noise, "b", runs, 1.0, sd, half);
+        let new = side(&mut noise, "n", runs, ratio, sd, half);
+        match judged(&base, &new).rows[0].verdict {
+            Verdict::Regression => counts.0 += 1,
+            Verdict::Improvement => counts.1 += 1,
+            Verdict::Undecided => counts.2 += 1,
+            _ => {}
+        }
+    }
+    counts
+}
+
+const PAIRS: usize = 2000;
+/// Runs a side, and the standard deviation between runs.
+const RUNS_AND_NOISE: [(usize, f64); 8] =
+    [(1, 0.003), (1, 0.007), (2, 0.01), (3, 0.003), (3, 0.01), (3, 0.015), (5, 0.01), (10, 0.015)];
+
+#[test]
+fn equal_things_are_called_changed_once_in_a_hundred_at_most_and_evenly() {
+    for (runs, sd) in [
+        (1, 0.003),
+        (1, 0.007),
+        (2, 0.01),
+        (3, 0.003),
+        (3, 0.01),
+        (3, 0.02),
+        (5, 0.01),
+        (5, 0.03),
+        (10, 0.05),
+    ] {
+        let (slower, faster, undecided) = counts(1 + runs as u64, PAIRS, runs, 1.0, sd, 0.003);
+        println!("A/A {runs} runs, {sd}: {slower} slower, {faster} faster, {undecided} undecided of {PAIRS}");
+        assert!(slower + faster <= PAIRS / 100, "{runs} runs, {sd}: {slower} + {faster}");
+        // Evenly: within 4 sigma of a coin.
+        let odd = slower.abs_diff(faster) as f64;
+        assert!(odd <= 4.0 * ((slower + faster) as f64).sqrt(), "{slower} slower, {faster} faster");
+    }
+}
+
+/// Beyond the assumed spread few runs are less sure: a limit that the documentation states.
+#[test]
+fn on_three_percent_noise_false_alarms_stay_rare() {
+    for runs in [2, 3, 5] {
+        let (slower, faster, undecided) = counts(30 + runs as u64, PAIRS, runs, 1.0, 0.03, 0.003);
+        println!("A/A {runs} runs, 3 %: {slower} slower, {faster} faster, {undecided} undecided of {PAIRS}");
+        assert!((slower + faster) * 100 <= PAIRS * 4, "{runs} runs: {slower} + {faster}");
+    }
+}
+
+#[test]
+fn a_slowdown_of_five_percent_on_one_percent_noise_is_found() {
+    for runs in [3, 4, 5, 10] {
+        let (found, faster, undecided) = counts(7 + runs as u64, PAIRS, runs, 1.0 / 1.05, 0.01, 0.003);
+        println!("5 % slower, {runs} runs: {found} found, {undecided} undecided, {faster} faster of {PAIRS}");
+        assert!(found * 100 >= PAIRS * 95, "{runs} runs: {found}");
+        assert_eq!(faster, 0);
+    }
+    // Two runs seldom suffice: what they miss is undecided, not passed.
+    let (found, _, undecided) = counts(9, PAIRS, 2, 1.0 / 1.05, 0.01, 0.003);
+    println!("5 % slower, 2 runs: {found} found, {undecided} undecided of {PAIRS}");
+    assert!((found + undecided) * 100 >= PAIRS * 98 && found * 2 > PAIRS, "{found} {undecided}");
+    // One run a side.
+    let (found, _, undecided) = counts(5, PAIRS, 1, 1.0 / 1.05, 0.007, 0.003);
+    println!("5 % slower, one run on 0.7 %: {found} found, {undecided} undecided of {PAIRS}");
+    assert!(found * 100 >= PAIRS * 95, "{found}");
+    let (found, _, _) = counts(6, PAIRS, 1, 1.0 / 1.2, 0.01, 0.005);
+    assert_eq!(found, PAIRS);
+}
+
+/// A pass means that every gated figure was a figure, checked here without the code under test.
+fn may_pass(report: &Report) -> bool {
+    report.exit_code != 0
+        || !report.rows.is_empty()
+            && report.rows.iter().all(|r| {
+                [r.base, r.new, r.change_ci99_low, r.change_ci99_high]
+                    .iter()
+                    .all(|x| x.is_some_and(f64::is_finite))
+                    && r.base.unwrap() > 0.0
+                    && r.new.unwrap() > 0.0
+            })
+}
+
+fn all_gates() -> Options {
+    Options { gates: vec![Gate::Both, Gate::Memory], ..Options::default() }
+}
+
+proptest! {
+    #[test]
+    fn arbitrary_bytes_never_panic_and_never_pass(bytes in prop::collection::vec(any::<u8>(), 0..2000), text in "\\PC*") {
+        let good = Results::three("base", 1.0, 1.0).bytes();
+        for broken in [bytes, text.into_bytes()] {
+            for (base, new) in [(good.clone(), broken.clone()), (broken.clone(), good.clone()), (broken.clone(), broken.clone())] {
+                prop_assert_eq!(compare(&[source("b", base)], &[source("n", new)], &all_gates()).exit_code, 12);
+            }
+        }
+    }
+
+    #[test]
+    fn mutated_bytes_never_panic(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..3), 1..6)) {
+        let good = Results::three("base", 1.0, 1.0).bytes();
+        let mut bytes = good.clone();
+        for (at, byte, kind) in edits {
+            let at = at.index(bytes.len());
+            match kind {
+                0 => bytes[at] = byte,
+                1 => bytes.insert(at, byte),
+                _ => { bytes.remove(at); }
+            }
+        }
+        for (base, new) in [(&good, &bytes), (&bytes, &good)] {
+            let report = compare(&[source("b", base.clone())], &[source("n", new.clone())], &all_gates());
+            prop_assert!(may_pass(&report), "{:?}", report);
+        }
+    }
+
+    #[test]
+    fn a_cell_that_counts_and_is_no_figure_never_passes(
+        column in prop::sample::select(vec!["speedup", "step_time_ms_median", "peak_memory_mib", "speedup_ci95_low", "step_time_ms_ci95_high"]),
+        row in 0usize..6,
+        cell in "[^0-9]*|-[0-9.]+|[0-9]+,[0-9]+|0*|[0-9]+[a-df-z ]+",
+    ) {
+        // The speedup is read from the graph's row of a run.
+        let row = if column.starts_with("speedup") { row | 1 } else { row };
+        let good = Results::three("base", 1.0, 1.0);
+        let broken = Results::three("new", 1.0, 1.0).with_row(row, column, &cell);
+        for (base, new) in [(&good, &broken), (&broken, &good)] {
+            let report = compare(&[source("b", base.bytes())], &[source("n", new.bytes())], &all_gates());
+            prop_assert_eq!(report.exit_code, 12, "{:?}", report);
+            let row_name = format!("row {}", row + 1);
+            let named = report.reasons.iter().any(|r| r.contains(column) && r.contains(&row_name));
+            prop_assert!(named);
+        }
+    }
+
+    #[test]
+    fn a_key_or_machine_that_differs_never_passes(
+        column in prop::sample::select(keys::fields().filter(|f| *f != keys::WORKLOAD && *f != "mig_profile"
+            && *f != "clock_mode" && *f != "etp" && *f != "moe_routing" && *f != "variant").collect::<Vec<_>>()),
+        cell in "[a-z0-9]{1,6}",
+    ) {
+        let good = Results::three("base", 1.0, 1.0);
+        let at = good.header.iter().position(|c| c == column);
+        prop_assume!(at.is_some_and(|at| good.rows[0][at] != cell));
+        let other = Results::three("new", 1.0, 1.0).with(column, &cell);
+        let numeric_clock = column == keys::CLOCK && cell.parse::<f64>().is_ok_and(|x| (1980.0 / x).abs() < 1.06);
+        prop_assume!(!numeric_clock);
+        prop_assert_eq!(judged(&good, &other).exit_code, 12, "{} {}", column, cell);
+    }
+
+    #[test]
+    fn swapping_the_sides_swaps_the_verdict(ratio in 0.7f64..1.4, runs in 1usize..4) {
+        let mut noise = Noise(11);
+        let base = side(&mut noise, "b", runs, 1.0, 0.005, 0.003);
+        let new = side(&mut noise, "n", runs, ratio, 0.005, 0.003);
+        let (there, back) = (judged(&base, &new).rows[0].verdict, judged(&new, &base).rows[0].verdict);
+        prop_assert_eq!(there == Verdict::Regression, back == Verdict::Improvement);
+        prop_assert_eq!(there == Verdict::Improvement, back == Verdict::Regression);
+    }
+}
