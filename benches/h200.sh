@@ -30,13 +30,13 @@ fi
 if wants rows; then
     echo "== rows"
     # Steps of 0.6 and 1.4 s: enough time for some pairs of blocks.
-    row qwen3_30b_a3b $QWEN --max_time 14
-    row qwen3_30b_a3b $QWEN --cuda_graph_scope attn,moe_router --max_time 14
-    row qwen3_30b_a3b $QWEN --cuda_graph_scope attn,moe_router,moe_preprocess --max_time 14
-    row qwen3_30b_a3b $QWEN $PADDED --cuda_graph_impl transformer_engine --cuda_graph_scope moe --max_time 14
-    row qwen3_30b_a3b $QWEN $PADDED --cuda_graph_impl local --cuda_graph_scope full_iteration --max_time 14
+    row qwen3_30b_a3b $QWEN --max_time 12
+    row qwen3_30b_a3b $QWEN --cuda_graph_scope attn,moe_router --max_time 12
+    row qwen3_30b_a3b $QWEN --cuda_graph_scope attn,moe_router,moe_preprocess --max_time 12
+    row qwen3_30b_a3b $QWEN $PADDED --cuda_graph_impl transformer_engine --cuda_graph_scope moe --max_time 12
+    row qwen3_30b_a3b $QWEN $PADDED --cuda_graph_impl local --cuda_graph_scope full_iteration --max_time 12
     for seq in 8192 512; do
-        seconds=$((seq == 512 ? 6 : 16))
+        seconds=$((seq == 512 ? 5 : 10))
         row llama3_8b $LLAMA -sl $seq --cuda_graph_scope attn --max_time $seconds
         row llama3_8b $LLAMA -sl $seq --cuda_graph_scope attn,mlp --max_time $seconds
         row llama3_8b $LLAMA -sl $seq --cuda_graph_impl transformer_engine --max_time $seconds

@@ -102,7 +102,7 @@ pub(super) fn side_points(
             Status::Ok => {
                 let found = points_of(&outcome, count);
                 if outcome.arms.iter().any(|a| found[a.side.min(1)].is_none()) {
-                    say(args, "--extrapolate: too few blocks for an interval: raise --max_time");
+                    say(args, "--extrapolate: too few steps to know their spread: raise --max_time");
                 }
                 points.push(found);
             }
@@ -111,11 +111,13 @@ pub(super) fn side_points(
     Ok(Some(points))
 }
 
-/// A point by side.
+/// A point by side. Without an interval (under six blocks) the range of the steps stands for it: far wider, never
+/// narrower.
 fn points_of(outcome: &Outcome, micro_batches: usize) -> [Option<Point>; 2] {
     [0, 1].map(|side| {
         let arm = outcome.arms.get(side)?;
-        let (low, high) = arm.step_time_ms_ci95?;
+        let range = arm.step_time_ms_p05.zip(arm.step_time_ms_p95).filter(|_| arm.steps_steady > 1);
+        let (low, high) = arm.step_time_ms_ci95.or(range)?;
         Some(Point { micro_batches, step_time_ms: arm.step_time_ms?, half_width_ms: (high - low) / 2.0 })
     })
 }
