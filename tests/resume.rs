@@ -22,7 +22,7 @@ fn what_is_in_the_file_is_not_run_again_and_anything_else_is() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     // A failed run is no result.
-    assert_eq!(run(folder, "-o x.csv --inject capture:driver").0, Some(4));
+    assert_eq!(run(folder, "-o x.csv --inject capture:driver_error").0, Some(4));
     let failed = rows(folder);
     for (more, expected) in [
         ("-o x.csv --resume", 2),
