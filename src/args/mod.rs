@@ -74,7 +74,7 @@ enum Sub {
     Selftest(SelftestArgs),
     /// List the ops; with the options of a run: time each op of its step alone
     Ops,
-    /// Compare result files with those of a baseline, for CI: exit 0, 10 regression, 11 undecided, 12 cannot compare
+    /// Compare result files with those of a baseline, for CI
     Compare(CompareArgs),
     /// Compile every kernel for an architecture; needs NVRTC, no GPU
     #[command(hide = true)]
