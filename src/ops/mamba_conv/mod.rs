@@ -168,9 +168,7 @@ impl MambaConvBwd {
                 let grad = |t: usize| g[(b * s.seq + t) * channels + c];
                 for k in 0..TAPS {
                     let from = rows.clone().filter(|t| t + k + 1 >= TAPS);
-                    let x = |t: usize| {
-                        read.0[(b * s.seq + t + k + 1 - TAPS) * s.width() + s.first + c]
-                    };
+                    let x = |t: usize| read.0[(b * s.seq + t + k + 1 - TAPS) * s.width() + s.first + c];
                     out[c * TAPS + k] = from.map(|t| grad(t) * x(t)).sum::<T>().f32();
                 }
                 out[TAPS * channels + c] = rows.clone().map(grad).sum::<T>().f32();

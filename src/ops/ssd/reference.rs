@@ -218,8 +218,8 @@ fn head_backward<T: Real>(input: &Inputs<T>, states: &[T], dy: &[T], b: usize, h
             g.draw[first + u] = draw;
         }
         dstate.iter_mut().for_each(|v| *v *= T::of(last.exp()));
-        for t in 0..len {
-            let begin = T::of(c[t].exp());
+        for (t, sum) in c.iter().enumerate() {
+            let begin = T::of(sum.exp());
             for (row, d) in dstate.chunks_mut(n).zip(dyt(t)) {
                 axpy(row, begin * *d, input.mat(t0 + t, h, 1));
             }
