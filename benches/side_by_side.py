@@ -11,7 +11,7 @@ import csv, math, os, subprocess, sys, tempfile
 import torch
 import ref_torch as ref
 
-ROUNDS = 4
+ROUNDS = 3
 T975 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}   # Student's t, 0.975, by degrees of freedom = rounds - 1
 MBPERF_SECONDS = "2"
 

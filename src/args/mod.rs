@@ -1,7 +1,7 @@
 //! The command line: the harness's spellings (`-mr X`, `-mr=X`, underscores), then clap.
 //!
 //! argparse knows options of several letters behind one dash, clap does not: they are declared as aliases and
-//! [`normalise`] turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
+//! `normalise` turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
 //! long options are not accepted, since their meaning would change with every new option.
 
 pub mod compare;
@@ -74,7 +74,7 @@ enum Sub {
     Selftest(SelftestArgs),
     /// List the ops; with the options of a run: time each op of its step alone
     Ops,
-    /// Compare result files with those of a baseline, for CI: exit 0, 10 regression, 11 undecided, 12 cannot compare
+    /// Compare result files with those of a baseline, for CI
     Compare(CompareArgs),
     /// Compile every kernel for an architecture; needs NVRTC, no GPU
     #[command(hide = true)]
@@ -180,6 +180,10 @@ where
             Sub::Compare(a) => Command::Compare(Box::new(a)),
             Sub::CompileKernels(a) => Command::CompileKernels(a),
         });
+    }
+    // A lone word in front is meant as a subcommand.
+    if let Some(word) = tokens.first().filter(|t| !t.starts_with('-') && !t.contains('=')) {
+        check_override(word)?;
     }
     let (normal, scopes) = normalise(&Args::command(), &tokens)?;
     let mut args = match Args::try_parse_from(with_name(&normal)) {

@@ -1,7 +1,9 @@
 //! Every option of the main command, grouped as the harness groups them. Field docs are the manual:
 //! `--help` prints them. An option without a default keeps the recipe's value.
 
-use super::values::{FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name};
+use super::values::{
+    FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name, parse_seed,
+};
 use crate::config::{ExpertGemm, GraphImpl, Routing};
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -313,9 +315,12 @@ pub struct Mbperf {
     /// Form of what is printed on standard output
     #[arg(long, value_name = "FORM", default_value = "text")]
     pub format: Format,
-    /// CSV file that rows are appended to, `-` for standard output. Left out: results/<recipe>_<gpu>_<dtype>.csv
+    /// CSV file that rows are appended to, `-` for standard output. Left out: results/RECIPE_GPU_DTYPE.csv
     #[arg(short = 'o', long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Do not run again what is in the output file already: the same configuration, every row ok
+    #[arg(long)]
+    pub resume: bool,
     /// Folder of your own recipes, looked at before the built-in ones
     #[arg(long, value_name = "DIR")]
     pub recipes_dir: Option<PathBuf>,
@@ -364,7 +369,8 @@ pub struct Mbperf {
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub pp_rank: i64,
     /// Seed of weights, tokens, routing and dropout
-    #[arg(long, value_name = "N", default_value_t = defaults::SEED)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed,
+          default_value_t = defaults::SEED)]
     pub seed: u64,
     /// Time an arm against itself
     #[arg(long, value_name = "ARM")]
@@ -385,6 +391,9 @@ pub struct Mbperf {
     /// Read no clocks, no power, no neighbours, no profiler: to see what reading costs
     #[arg(long, hide = true)]
     pub no_samplers: bool,
+    /// Make the graph arm's steps (side b with --aa) so much longer by a kernel that spins: to see that it is found
+    #[arg(long, value_name = "PERCENT", hide = true, value_parser = parse_finite)]
+    pub spin_percent: Option<f64>,
     /// Timed steps of a block: to see that their number does not matter
     #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub block_steps: Option<u32>,

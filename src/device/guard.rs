@@ -182,6 +182,9 @@ impl Executor for Guarded {
     fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
         self.inner.set_host_costs(costs)
     }
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        self.inner.set_device_spin_ms(ms)
+    }
     fn memory_used_mib(&mut self) -> Option<f64> {
         self.inner.memory_used_mib()
     }

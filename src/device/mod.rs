@@ -232,6 +232,14 @@ pub trait Executor {
         None
     }
 
+    /// From the next step on, the device spins so long at a step's end, inside its span.
+    ///
+    /// # Errors
+    /// [`DeviceError::Internal`] from a device that cannot.
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        if ms > 0.0 { Err(DeviceError::internal("this device cannot spin")) } else { Ok(()) }
+    }
+
     /// Lets the host do nothing for a while: fault injection.
     fn stall(&mut self, ms: f64) {
         std::thread::sleep(std::time::Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default());

@@ -39,6 +39,7 @@ pub(super) fn time(session: &mut Session, options: &Options, step_ms: &[f64]) ->
     let sides = options.sides();
     let budget_ms = options.max_time_s * 1e3;
     let bare_ms = if options.host_costs.is_some() { budget_ms * BARE_SHARE } else { budget_ms };
+    session.spin_ms = options.device_spin * step_ms.get(1).copied().unwrap_or(0.0);
     let begun = session.executor.now_ms();
     let fixed = options.max_steps.map(|n| n - options.equality_steps().min(n));
     let stopped = match fixed {
@@ -60,6 +61,9 @@ pub(super) fn time(session: &mut Session, options: &Options, step_ms: &[f64]) ->
             None => modelled(session, &sides, options, &step_ms, begun + budget_ms)?,
         };
         session.model(None)?;
+    }
+    if std::mem::take(&mut session.spin_ms) > 0.0 {
+        session.executor.set_device_spin_ms(0.0)?;
     }
     Ok(stopped)
 }
@@ -250,7 +254,8 @@ fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, share_ms: f64
     Ok(())
 }
 
-/// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be.
+/// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be. Too few steps
+/// for a block are steady ones without neighbours.
 fn fixed_steps(
     session: &mut Session,
     sides: &[Arm],
@@ -258,6 +263,13 @@ fn fixed_steps(
     step_ms: &[f64],
     pacing: Pacing,
 ) -> Result<Stopped, Stop> {
+    if steps < MIN_BLOCK_STEPS {
+        session.hooks.progress.stage("timing");
+        for (side, arm) in order(sides, 0) {
+            session.lone_steps(side, arm, steps, pacing)?;
+        }
+        return Ok(Stopped::MaxSteps);
+    }
     let by_time = timed_steps(step_ms, 0.0) + 2;
     let blocks = (steps / by_time).max(MIN_PAIRS).min(steps / MIN_BLOCK_STEPS).max(1);
     let block_steps = steps / blocks;

@@ -65,7 +65,7 @@ pub(super) fn time(
             step_ms[side] = last.wall_ms_median;
         }
         let found = pairs(&session.blocks, pacing).len();
-        let judged = if found % 2 == 0 { interval(&session.blocks, 2, pacing) } else { None };
+        let judged = if found.is_multiple_of(2) { interval(&session.blocks, 2, pacing) } else { None };
         session.hooks.progress.update(&Update {
             elapsed_s: (session.executor.now_ms() - start_ms) / 1e3,
             max_time_s: (limit_ms - start_ms) / 1e3,

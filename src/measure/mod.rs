@@ -124,7 +124,10 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
                 far as f64 / wall.len() as f64
             }),
         device_busy_ms: busy.and_then(|b| b.as_ref().ok()).copied(),
-        busy_note: busy.and_then(|b| b.as_ref().err()).cloned(),
+        busy_note: match busy {
+            Some(found) => found.as_ref().err().cloned(),
+            None => (!options.busy).then(|| "no profiling pass was asked for".to_string()),
+        },
         launches_per_step: session.executor.launches_per_step(arm),
         planned_bytes: session.executor.planned_bytes(arm),
         loss_last: last.and_then(|s| s.loss),
@@ -159,7 +162,14 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
     let break_even_steps = found.cost.as_ref().zip(saved_ms).and_then(|(cost, (a, b))| {
         verdict::break_even(cost.capture_ms + cost.instantiate_ms + cost.upload_ms, a - b)
     });
-    let notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    let mut notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    if found.stopped.is_some() && session.steps.iter().all(|s| s.phase != Phase::Switch) {
+        notices.push(
+            "-ms leaves room for no step around the steady ones: each was waited for, as in the _sync columns; \
+             raise -ms"
+                .into(),
+        );
+    }
     let modelled = blocks::pairs(&session.blocks, Pacing::Modelled);
     let modelled_ratio = verdict::log_ratio(&modelled).filter(|_| ok).map(|i| split(i.map(f64::exp)));
     let sync = verdict::log_ratio(&blocks::pairs(&session.blocks, Pacing::Sync)).filter(|_| ok);

@@ -62,6 +62,8 @@ pub(super) struct Session<'a> {
     host_bound: [Option<bool>; 2],
     /// Timed run-ahead blocks of each side in which the queue never filled although the device is the limit.
     pub unfilled: [usize; 2],
+    /// Spun on the device at the end of each step of side 1, in milliseconds.
+    pub spin_ms: f64,
     /// Whether the card is read once a block.
     samplers: bool,
     /// Graphs may exist: they are destroyed on every path, panics too.
@@ -89,6 +91,7 @@ impl<'a> Session<'a> {
             phase: None,
             host_bound: [None; 2],
             unfilled: [0; 2],
+            spin_ms: 0.0,
             samplers,
             graphs: false,
         }
@@ -142,6 +145,9 @@ impl<'a> Session<'a> {
         pacing: Pacing,
     ) -> Result<Flight, Stop> {
         self.enter(phase);
+        if self.spin_ms > 0.0 {
+            self.executor.set_device_spin_ms(if side == 1 { self.spin_ms } else { 0.0 })?;
+        }
         let submitted = self.executor.submit(arm)?;
         Ok(Flight { submitted, arm, side, block, phase, pacing })
     }
@@ -179,6 +185,31 @@ impl<'a> Session<'a> {
         Ok(self.finish(flight, since)?.0)
     }
 
+    /// A block of steps that all count, for a `-ms` too short for the steps around them: there is no step to run
+    /// ahead of, so each is waited for.
+    pub fn lone_steps(&mut self, side: usize, arm: Arm, steps: usize, pacing: Pacing) -> Result<(), Stop> {
+        let number = self.blocks_begun;
+        self.blocks_begun += 1;
+        let first = self.steps.len();
+        for _ in 0..steps {
+            self.check_interrupt()?;
+            let since = self.executor.now_ms();
+            let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing)?;
+            self.finish(flight, since)?;
+        }
+        let health = self.sample();
+        let walls: Vec<f64> = self.steps[first..].iter().map(|s| s.wall_ms).collect();
+        self.blocks.push(BlockRecord {
+            side,
+            pacing,
+            wall_ms_median: stats::median(&walls).unwrap_or(f64::NAN),
+            half_change: None,
+            steady_steps: walls.len(),
+            health,
+        });
+        self.flush()
+    }
+
     /// One block of `timed` steps that count, between steps that do not. With run-ahead:
     ///
     /// - the first fills the queue. While submitting takes over half of the device's time, the end of a step
@@ -206,6 +237,7 @@ impl<'a> Session<'a> {
         let mut ahead: Option<Flight> = None;
         let mut full = false;
         let mut began_full = !fill;
+        let mut first_steady = true;
         for i in 0..total {
             if let Err(stop) = self.check_interrupt() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
@@ -230,7 +262,8 @@ impl<'a> Session<'a> {
                 let filling = fill && !full && i > 1 && i - 1 <= timed / 2;
                 if due.phase == Phase::Steady && filling {
                     due.phase = Phase::Switch;
-                } else if due.phase == Phase::Steady {
+                } else if due.phase == Phase::Steady && std::mem::take(&mut first_steady) {
+                    // Only the first says so: one that fills up later has counted steps that were seen late.
                     began_full |= full;
                 }
                 let (done, blocked) = self.finish(due, since)?;

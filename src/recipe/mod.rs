@@ -18,7 +18,7 @@ use thiserror::Error;
 
 pub use derived::{LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
 pub use parameters::{Parameters, graphable, parameters};
-pub use print::{print_list, print_show};
+pub use print::{ShowError, print_list, print_show};
 pub use select::Selector;
 
 /// Values by dotted key. Every key is in [`crate::keys::KEYS`], every value has its key's type.

@@ -249,7 +249,7 @@ columns! {
     break_even_steps Float r => r.compared().and_then(|o| o.break_even_steps), "Steps after which capture, instantiation and upload are earned back; empty unless the graph is faster.";
     digest_match Bool r => digest_match(r), "Whether losses and the bits of weights, moments and gradients were equal in both arms.";
     loss_last Float r => arm(r, |a| a.loss_last.map(f64::from)), "Loss of the arm's last step; empty for a share without a loss.";
-    attention_backend Text r => r.facts.attention_backend.clone(), "Kernels that computed attention.";
+    attention_backend Text r => r.facts.attention_backend.clone(), "Kernels that computed attention: `cudnn` and its version, `own`, both joined with `+`, or `reference` (CPU).";
     sm_clock_mhz_median Float r => arm(r, |a| a.health.sm_clock_mhz_median), "Median SM clock over the arm's blocks.";
     throttle_reasons Text r => arm(r, |a| a.health.throttle_reasons.as_ref().map(|t| if t.is_empty() { "none".to_string() } else { t.clone() })), "Reasons for which clocks were held back, joined with `+`; `none`: read, and there were none.";
     steady_reached Bool r => arm(r, |a| a.steady.reached), "Whether step times had no trend, across blocks and within them; empty under six blocks.";

@@ -17,7 +17,7 @@ pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
 use crate::device::host::{HostCosts, Pacer};
-use crate::device::inject::{Inject, Kind};
+use crate::device::inject::{Inject, Kind, lasting};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
 use std::rc::Rc;
@@ -69,7 +69,11 @@ pub struct CudaExecutor {
     monitor: Monitor,
     attention_use: AttentionUse,
     inject: Option<Inject>,
+    /// Step whose results hold an injected fault.
+    marred: Option<(u64, Kind)>,
     host: Option<HostCosts>,
+    /// Issued at the end of each step, and its length in milliseconds.
+    spin: Option<(KernelLaunch, f64)>,
     /// Free device memory before anything of ours but the context was there.
     free_at_open: usize,
     omit_launch: Option<usize>,
@@ -86,9 +90,7 @@ impl CudaExecutor {
     /// Errors: [`DeviceError::Unavailable`], [`DeviceError::OutOfMemory`], or a defect found in preparation.
     pub fn new(plan: &RunPlan, options: CudaOptions) -> Result<Self, DeviceError> {
         let mut inject = options.inject.clone();
-        if let Some(kind) = inject.as_mut().and_then(|i| i.fire(Phase::Prepare)) {
-            return Err(kind.error(Phase::Prepare));
-        }
+        Inject::at(&mut inject, Phase::Prepare)?;
         let session = Session::open(&options)?;
         let context = &session.context;
         let free_at_open = context.memory()?.0;
@@ -142,7 +144,9 @@ impl CudaExecutor {
             monitor: Monitor::new(&context.uuid),
             attention_use,
             inject,
+            marred: None,
             host: None,
+            spin: None,
             free_at_open,
             omit_launch: options.omit_launch,
             phase: Phase::Prepare,
@@ -184,16 +188,6 @@ impl CudaExecutor {
         Ok(self.session.context.memory()?.0 as f64 / MIB)
     }
 
-    /// Whether the fault asked for at this place is a wrong result; other kinds are errors.
-    fn fault(&mut self) -> Result<bool, DeviceError> {
-        let phase = self.phase;
-        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
-            None => Ok(false),
-            Some(Kind::WrongResult) => Ok(true),
-            Some(kind) => Err(kind.error(phase)),
-        }
-    }
-
     /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the parts of it spent waiting
     /// and spinning for the host model.
     fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<[Duration; 3], DeviceError> {
@@ -207,8 +201,11 @@ impl CudaExecutor {
         let start = Instant::now();
         slot.start.record(main)?;
         side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
-        slot.end.record(main)?;
         let issued = start.elapsed();
+        if let Some((spin, _)) = &self.spin {
+            spin.issue(main.raw)?;
+        }
+        slot.end.record(main)?;
         if spoil {
             self.spoil()?;
         }
@@ -219,12 +216,12 @@ impl CudaExecutor {
         Ok([issued, waited, pacer.spun()])
     }
 
-    /// A wrong result on demand: other bits in the first buffer that the equality check hashes.
+    /// A wrong result on demand: other bits in a buffer that the equality check hashes.
     fn spoil(&self) -> Result<(), DeviceError> {
         const OTHER_BITS: u8 = 0x3A;
         let plan = &self.eager.ready.plan;
-        match plan.program.digest.first() {
-            Some(&id) => {
+        match lasting(&plan.program) {
+            Some(id) => {
                 let bytes = plan.program.buffer(id).bytes().min(64);
                 self.lanes.main().fill(self.memory.address(plan, id)?, OTHER_BITS, bytes)
             }
@@ -374,15 +371,17 @@ impl Executor for CudaExecutor {
     }
 
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
-        let spoil = self.fault()?;
+        let fault = Inject::at(&mut self.inject, self.phase)?;
         let ticket = self.tickets + 1;
         let at = (ticket % RING as u64) as usize;
         if self.slots[at].busy.is_some() {
             return Err(DeviceError::internal(format!("more than {RING} steps in flight")));
         }
-        let [issued, waited, spun] =
-            self.issue(arm, at, spoil).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
+        let [issued, waited, spun] = self
+            .issue(arm, at, fault == Some(Kind::WrongResult))
+            .map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
         self.slots[at].busy = Some((ticket, arm));
+        self.marred = fault.map(|kind| (ticket, kind)).or(self.marred);
         self.tickets = ticket;
         let [issued_ms, wait_ms, modelled_ms] = [issued, waited, spun].map(|d| d.as_secs_f64() * 1e3);
         Ok(Submitted { submit_ms: issued_ms - wait_ms - modelled_ms, wait_ms, modelled_ms, ticket })
@@ -397,7 +396,11 @@ impl Executor for CudaExecutor {
         let slot = &self.slots[at];
         let span = slot.done.synchronize().and_then(|()| slot.end.since_ms(&slot.start));
         let span = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
-        self.finished(arm, at, span)
+        let mut finished = self.finished(arm, at, span)?;
+        if let Some((_, kind)) = self.marred.take_if(|(ticket, _)| *ticket == step.ticket) {
+            kind.mar(&mut finished);
+        }
+        Ok(finished)
     }
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
@@ -442,6 +445,17 @@ impl Executor for CudaExecutor {
             }
         }
         self.host = costs;
+        Ok(())
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        if ms <= 0.0 {
+            self.spin = None;
+        } else if self.spin.as_ref().is_none_or(|(_, now)| *now != ms) {
+            let kernel = self.session.kernels.borrow_mut().get(UTILITY, "spin", &[], 0)?;
+            let launch = kernel.bind(Config::linear(1, 1), &[Param::I64((ms * 1e6) as i64)])?;
+            self.spin = Some((launch, ms));
+        }
         Ok(())
     }
 

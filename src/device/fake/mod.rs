@@ -4,7 +4,7 @@
 mod inject;
 mod times;
 
-pub use inject::{Fault, FaultKind, Injected};
+pub use inject::Injected;
 pub use times::{Noise, Times};
 
 use crate::device::host::HostCosts;
@@ -97,6 +97,7 @@ impl Script {
             tickets: 0,
             last_arm: Arm::Eager,
             host: None,
+            spin_ms: 0.0,
         }
     }
 }
@@ -118,6 +119,7 @@ pub struct FakeExecutor {
     tickets: u64,
     last_arm: Arm,
     host: Option<HostCosts>,
+    spin_ms: f64,
 }
 
 /// One-off costs of the fake's two graphs.
@@ -185,6 +187,7 @@ impl Executor for FakeExecutor {
             Some(costs) => (costs.arm(arm)?.step_ms - submit_ms).max(0.0),
             None => 0.0,
         };
+        device_ms += self.spin_ms;
         let begun = self.clock_ms;
         self.clock_ms += submit_ms + modelled_ms;
         let device_start = self.device_free_ms.max(begun);
@@ -265,6 +268,11 @@ impl Executor for FakeExecutor {
 
     fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
         self.host = costs;
+        Ok(())
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        self.spin_ms = ms;
         Ok(())
     }
 

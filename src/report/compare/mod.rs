@@ -170,9 +170,11 @@ fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
             match row {
                 Ok(row) => report.rows.push(row),
                 Err(reasons) => {
-                    report.reasons.extend(
-                        reasons.iter().filter(|r| !report.reasons.contains(r)).cloned().collect::<Vec<_>>(),
-                    );
+                    for reason in &reasons {
+                        if !report.reasons.contains(reason) {
+                            report.reasons.push(reason.clone());
+                        }
+                    }
                     report.rows.push(blank(pair, &label, metric, options, reasons));
                 }
             }

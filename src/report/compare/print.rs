@@ -22,7 +22,12 @@ pub fn headline(report: &Report) -> String {
             "UNDECIDED in {} {of}: measure more runs a side, or a longer time (--max_time)",
             count(Verdict::Undecided)
         ),
-        Verdict::CannotCompare => "CANNOT COMPARE: see the reasons in the report".into(),
+        Verdict::CannotCompare => {
+            let unlike = report.unlike.first().map(|u| format!("unlike in {}", u.field));
+            let missing = report.missing.first().map(|m| format!("{} lacks {}", m.side, m.label));
+            let first = unlike.or_else(|| report.reasons.first().cloned()).or(missing);
+            format!("CANNOT COMPARE: {}", plain(&first.unwrap_or_default()))
+        }
         Verdict::Improvement => {
             format!("fine: no regression, improvement in {} {of}", count(Verdict::Improvement))
         }

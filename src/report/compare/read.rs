@@ -79,11 +79,23 @@ impl Record {
 /// Columns without which a row cannot be placed; the others may be absent and then count as empty.
 const NEEDED: [&str; 5] = ["schema_version", "run_id", "status", "model_recipe", "arm"];
 
+/// All rows of a file that holds at least one.
+///
+/// # Errors
+/// As [`records`].
+pub fn read(source: &Source) -> Result<Vec<Record>, String> {
+    let records = records(source)?;
+    if records.is_empty() {
+        return Err(format!("{} holds no row", source.name));
+    }
+    Ok(records)
+}
+
 /// All rows of a file.
 ///
 /// # Errors
 /// One sentence that names the file and, where there is one, the row and the column.
-pub fn read(source: &Source) -> Result<Vec<Record>, String> {
+pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     let name = &source.name;
     let bytes = source.bytes.as_ref().map_err(|e| format!("{name} cannot be read: {e}"))?;
     if bytes.is_empty() {
@@ -107,9 +119,6 @@ pub fn read(source: &Source) -> Result<Vec<Record>, String> {
         let record = Record { source: source.clone(), row: at + 1, columns: columns.clone(), cells };
         check(&record)?;
         records.push(record);
-    }
-    if records.is_empty() {
-        return Err(format!("{name} holds no row"));
     }
     Ok(records)
 }

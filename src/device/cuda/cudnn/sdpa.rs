@@ -65,6 +65,9 @@ pub(super) struct Scratch {
 const LAST_WITHOUT_TAILS: usize = 91_500;
 const BACKWARD_TILE: usize = 128;
 
+/// Head widths of the fused engines are multiples of this: 16 bytes of bf16, one load.
+const HEAD_MULTIPLE: usize = 8;
+
 impl SdpaSpec {
     /// Factor of the scores.
     pub fn scale(&self) -> f32 {
@@ -114,6 +117,13 @@ impl SdpaSpec {
 
     /// The graph, not yet finished. `version` as `cudnnGetVersion` counts.
     pub(super) fn graph(&self, version: usize) -> Result<GraphBuilder, CudnnError> {
+        // The library divides by heads before it looks at them.
+        if self.extents().contains(&0)
+            || !self.q_heads.is_multiple_of(self.kv_heads)
+            || !self.head_dim.is_multiple_of(HEAD_MULTIPLE)
+        {
+            return Err(CudnnError::own("attention", format!("no legal extents: {self:?}")));
+        }
         match self.pass {
             Pass::Forward => self.forward(),
             Pass::Backward => self.backward(version),
@@ -303,6 +313,18 @@ mod tests {
         let st = interleaved([2, 3, 5, 7]);
         let at = |b: i64, h: i64, s: i64, c: i64| b * st[0] + h * st[1] + s * st[2] + c * st[3];
         assert_eq!(at(1, 2, 4, 6), (5 + 4) * 21 + 2 * 7 + 6);
+    }
+
+    #[test]
+    fn illegal_extents_never_reach_the_library() {
+        for bad in [
+            SdpaSpec { kv_heads: 0, ..spec(Pass::Forward, 77, true) },
+            SdpaSpec { kv_heads: 3, ..spec(Pass::Backward, 77, true) },
+            SdpaSpec { head_dim: 12, ..spec(Pass::Forward, 77, true) },
+            spec(Pass::Forward, 0, true),
+        ] {
+            assert!(bad.graph(91_400).unwrap_err().to_string().contains("no legal extents"));
+        }
     }
 
     #[test]

@@ -1,0 +1,146 @@
+//! Several runs one after the other, and runs that need not be made again (`--resume`).
+
+use crate::commands::{Usage, fail};
+use crate::report::compare::keys::{Key, WORKLOAD};
+use crate::report::compare::{Source, read, workload};
+use crate::report::{COLUMNS, Row};
+use std::path::Path;
+
+/// SIGINT and SIGTERM (DESIGN 6).
+const INTERRUPTED: u8 = 130;
+/// Beside the configuration key: what must be alike for a row to stand for the run that is about to start. The
+/// GPU is not among them: it is not opened yet.
+const ALIKE: [&str; 5] = ["device", "seed", "comm", "te_rng_tracker", "approximations"];
+
+/// Runs every job: one that fails is told and does not stop the others, an interruption does. Returns the
+/// first failure's exit code.
+pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyhow::Result<u8>) -> u8 {
+    let mut first = 0;
+    for job in jobs {
+        let code = run(job).unwrap_or_else(|failure| fail(&failure));
+        if code == INTERRUPTED {
+            return code;
+        }
+        if first == 0 {
+            first = code;
+        }
+    }
+    first
+}
+
+/// The run id of an earlier run in the file at `path` that has an `ok` row for each of `rows`, the rows that the run
+/// about to start would leave; `None` when there is none.
+///
+/// # Errors
+/// A file that cannot be read (exit 2).
+pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Option<String>> {
+    let source =
+        Source { name: path.display().to_string(), bytes: std::fs::read(path).map_err(|e| e.to_string()) };
+    if source.bytes.as_ref().is_ok_and(Vec::is_empty) {
+        return Ok(None);
+    }
+    let records = read::records(&source).map_err(|reason| Usage(format!("--resume: {reason}")))?;
+    let text = |command: &str| workload::settings(command).unwrap_or_else(|| command.to_owned());
+    // Key and further cells of a row.
+    let identity = |cell: &dyn Fn(&str) -> String| {
+        let of = |column: &str| if column == WORKLOAD { text(&cell("command")) } else { cell(column) };
+        (Key::new(of, &[]), ALIKE.map(cell))
+    };
+    let wanted: Vec<_> = rows
+        .iter()
+        .map(|row| {
+            identity(&|column| {
+                COLUMNS.iter().find(|c| c.name == column).map_or(String::new(), |c| (c.value)(row).cell())
+            })
+        })
+        .collect();
+    let done: Vec<_> = records
+        .iter()
+        .filter(|r| r.cell("status") == "ok")
+        .map(|r| (r.cell("run_id"), identity(&|column| r.cell(column).to_owned())))
+        .collect();
+    let whole = |id: &str| wanted.iter().all(|w| done.iter().any(|(i, d)| *i == id && d == w));
+    Ok(done.iter().rev().map(|(id, _)| *id).find(|id| !wanted.is_empty() && whole(id)).map(String::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::DeviceError;
+    use crate::measure::Options;
+    use crate::report::{RunFacts, Target, Writer};
+
+    #[test]
+    fn a_failing_job_does_not_stop_the_others_and_the_first_code_stays() {
+        let mut ran = Vec::new();
+        let code = each([0u8, 5, 6, 0], |job| {
+            ran.push(job);
+            match job {
+                5 => Err(DeviceError::Unavailable("x".into()).into()),
+                code => Ok(code),
+            }
+        });
+        assert_eq!((code, ran), (3, vec![0, 5, 6, 0]));
+        assert_eq!(each([0u8, 0], |_| Ok(0)), 0);
+    }
+
+    #[test]
+    fn an_interruption_stops_the_rest() {
+        let mut ran = 0;
+        let code = each([1u8, 130, 0], |job| {
+            ran += 1;
+            Ok(job)
+        });
+        assert_eq!((code, ran), (130, 2));
+    }
+
+    fn facts() -> RunFacts {
+        RunFacts {
+            run_id: "first".into(),
+            device: "cpu".into(),
+            model_recipe: "llama3_8b".into(),
+            seed: 1,
+            command: "mbperf -m llama -mr llama3_8b -g h100 -o x.csv".into(),
+            ..RunFacts::default()
+        }
+    }
+
+    fn written(status: &'static str, arms: usize) -> (tempfile::TempDir, std::path::PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.csv");
+        let facts = facts();
+        let rows = Row::without_outcome(&facts, &Options::default(), status, "");
+        Writer::open(&Target::File(path.clone())).unwrap().rows(&rows[..arms]).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn only_whole_ok_runs_of_the_same_configuration_count() {
+        let asked = |path: &Path, change: &dyn Fn(&mut RunFacts)| {
+            let mut facts = RunFacts { run_id: "second".into(), started_at: "later".into(), ..facts() };
+            change(&mut facts);
+            already_run(path, &Row::without_outcome(&facts, &Options::default(), "skipped", "")).unwrap()
+        };
+        let (_folder, path) = written("ok", 2);
+        assert_eq!(asked(&path, &|_| {}).as_deref(), Some("first"));
+        assert_eq!(asked(&path, &|f| f.command += " --max_time 5 --resume").as_deref(), Some("first"));
+        let other: [&dyn Fn(&mut RunFacts); 6] = [
+            &|f| f.seed = 2,
+            &|f| f.tp = 2,
+            &|f| f.device = "cuda".into(),
+            &|f| f.cuda_graph_scope = vec!["attn".into()],
+            &|f| f.command += " --hidden_size 64",
+            &|f| f.command += " model.ffn_hidden_size=64",
+        ];
+        for change in other {
+            assert_eq!(asked(&path, change), None);
+        }
+        for (status, arms) in [("failed", 2), ("skipped", 2), ("ok", 1)] {
+            let (_folder, path) = written(status, arms);
+            assert_eq!(asked(&path, &|_| {}), None, "{status} {arms}");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("new.csv"), "").unwrap();
+        assert_eq!(asked(&folder.path().join("new.csv"), &|_| {}), None);
+    }
+}
