@@ -208,3 +208,53 @@ impl Stack<'_> {
         Ok(self.norm_backward(l, "mamba.norm", x, rstd, norm_w, dy, Some(dout)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workloads::testing::hybrid;
+
+    fn specs(tp: usize) -> Vec<Spec> {
+        let mut cfg = hybrid();
+        (cfg.parallel.tp, cfg.identity.num_gpus) = (tp, 2 * tp);
+        weights(&cfg, &RankShare::of(&cfg).unwrap(), 0).unwrap()
+    }
+
+    #[test]
+    fn tensor_parallelism_splits_heads_and_groups() {
+        let of = |specs: &[Spec], what: &str| {
+            let spec = specs.iter().find(|s| s.name == format!("layer0.mamba.{what}")).unwrap();
+            (spec.rows, spec.cols, spec.shard.clone())
+        };
+        let (whole, half) = (specs(1), specs(2));
+        // 16 heads of 16 and 2 groups of 16: z and x 256, B and C 32, dt 16.
+        assert_eq!(of(&whole, "in_proj.weight").0, 256 + 256 + 32 + 32 + 16);
+        let (rows, _, shard) = of(&half, "in_proj.weight");
+        assert_eq!(rows, 128 + 128 + 16 + 16 + 8);
+        assert_eq!(shard.row_blocks, [(0, 128), (256, 128), (512, 16), (544, 16), (576, 8)]);
+        let (rows, cols, shard) = of(&half, "conv.weight");
+        assert_eq!((rows, cols), (128 + 16 + 16, TAPS));
+        assert_eq!(shard.row_blocks, [(0, 128), (256, 16), (288, 16)]);
+        assert_eq!(of(&half, "out_proj.weight").2.cols, Some((0, 256)));
+        // The heads of rank 0 hold what they hold in the whole model.
+        let values = |specs: &[Spec], what: &str| {
+            let spec = specs.iter().find(|s| s.name.ends_with(what)).unwrap();
+            let Init::Values { values } = spec.init.clone() else { panic!("{what} has no values") };
+            values
+        };
+        for what in ["a_log", "dt_bias"] {
+            assert_eq!(values(&whole, what)[..8], values(&half, what)[..]);
+        }
+    }
+
+    #[test]
+    fn decay_and_step_start_in_their_ranges() {
+        let specs = specs(1);
+        for (what, low, high) in [("a_log", 0.0, 16f64.ln()), ("dt_bias", -6.91, -2.25)] {
+            let spec = specs.iter().find(|s| s.name.ends_with(what)).unwrap();
+            let Init::Values { values } = &spec.init else { panic!("{what} has no values") };
+            assert!(values.iter().all(|v| (low..high).contains(v)), "{what}: {values:?}");
+            assert!(values.iter().any(|v| (v - values[0]).abs() > 0.1), "{what} is the same for all heads");
+        }
+    }
+}
