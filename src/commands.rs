@@ -6,10 +6,10 @@ use crate::device::DeviceError;
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::overrides::UsageError;
-use crate::recipe::{Catalogue, RecipeError, print_list, print_show};
+use crate::recipe::{Catalogue, RecipeError, ShowError, print_list, print_show};
 use crate::report::OutputError;
 use crate::workloads::{WorkloadError, share::ShareError};
-use crate::{compare, compile, doctor, measure, rules, selftest};
+use crate::{compare, compile, doctor, measure, rules, run, selftest};
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -18,6 +18,55 @@ use std::process::ExitCode;
 #[error("{0}")]
 pub struct Usage(pub String);
 
+/// One line on standard error, come what may: a reader that closed it is no reason to stop.
+pub fn say(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+/// Says what stops the program, in one line.
+pub fn complain(message: &str) {
+    say(&format!("mbperf: {}", one_line(message)));
+}
+
+/// A failure with its causes, but none that is told already.
+pub fn told(failure: &anyhow::Error) -> String {
+    failure.chain().map(ToString::to_string).fold(String::new(), |told, cause| match told.is_empty() {
+        true => cause,
+        false if told.contains(&cause) => told,
+        false => format!("{told}: {cause}"),
+    })
+}
+
+/// Says why the program or one of its runs ends; returns the exit code.
+pub fn fail(failure: &anyhow::Error) -> u8 {
+    complain(&match failure.downcast_ref::<std::io::Error>() {
+        // Files are named where they fail: what is left is what is printed.
+        Some(e) => format!("cannot write standard output: {e}"),
+        None => told(failure),
+    });
+    exit_code(failure)
+}
+
+/// Paragraphs and lines of a message joined, so that a log holds one line a failure.
+pub fn one_line(message: &str) -> String {
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut line = String::new();
+    for paragraph in message.split("\n\n").map(words).filter(|p| !p.is_empty()) {
+        if !line.is_empty() {
+            line.push_str(if line.ends_with(['.', '?', ':', ';']) { " " } else { "; " });
+        }
+        line.push_str(&paragraph);
+    }
+    line
+}
+
+/// Whether a reader closed the pipe: it has seen enough of what is only printed.
+pub fn broken_pipe(failure: &anyhow::Error) -> bool {
+    let closed = |e: &std::io::Error| e.kind() == std::io::ErrorKind::BrokenPipe;
+    failure.downcast_ref::<std::io::Error>().is_some_and(closed)
+        || matches!(failure.downcast_ref::<ShowError>(), Some(ShowError::Write(e)) if closed(e))
+}
+
 /// Prints what the command line parser says.
 pub fn show(e: &ArgsError) -> ExitCode {
     match e {
@@ -25,7 +74,7 @@ pub fn show(e: &ArgsError) -> ExitCode {
             // A reader that closed the pipe has seen enough.
             let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end());
         }
-        ArgsError::Usage(text) => eprintln!("mbperf: {}", text.trim_start_matches("error: ")),
+        ArgsError::Usage(text) => complain(text.trim_start_matches("error: ")),
     }
     ExitCode::from(e.exit_code())
 }
@@ -41,6 +90,11 @@ pub fn exit_code(failure: &anyhow::Error) -> u8 {
     let usage = failure.is::<UsageError>()
         || failure.is::<RecipeError>()
         || failure.is::<Usage>()
+        || failure.is::<crate::host_model::HostModelError>()
+        || matches!(
+            failure.downcast_ref::<ShowError>(),
+            Some(ShowError::Unknown { .. } | ShowError::Recipe(_))
+        )
         || failure.is::<ShareError>();
     let unbuilt = matches!(failure.downcast_ref::<WorkloadError>(), Some(WorkloadError::Unsupported(_)));
     let no_scope = matches!(failure.downcast_ref::<CaptureError>(), Some(CaptureError::Nothing { .. }));
@@ -56,7 +110,8 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
     let printed = match command {
         Command::Recipes(c) => recipes(c, &mut out),
         Command::Rules => rules(&mut out),
-        Command::Ops => compile::list(&mut out),
+        Command::Ops(name, None) => compile::list(name.as_deref(), &mut out),
+        Command::Ops(name, Some(args)) => run::time_ops(args, name.as_deref(), &mut out),
         Command::Doctor(a) => {
             if let Some(path) = &a.cuda_path {
                 set_path(path);
@@ -70,12 +125,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
     };
     match printed {
         // `mbperf rules | head` is no failure.
-        Err(e)
-            if e.downcast_ref::<std::io::Error>()
-                .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) =>
-        {
-            Ok(0)
-        }
+        Err(e) if broken_pipe(&e) => Ok(0),
         other => other.map(|()| 0),
     }
 }
@@ -109,6 +159,9 @@ fn compile_kernels(args: &CompileKernelsArgs, out: &mut dyn Write) -> anyhow::Re
 pub fn recipes(command: &RecipesCommand, out: &mut dyn Write) -> anyhow::Result<()> {
     match command {
         RecipesCommand::List { filter, recipes_dir, format } => {
+            if *format == Format::Csv {
+                return Err(Usage("recipes list has no CSV form; use --format text or json".into()).into());
+            }
             let catalogue = Catalogue::load(recipes_dir.as_deref())?;
             print_list(&catalogue, filter.as_deref(), *format == Format::Json, out)?;
         }

@@ -2,7 +2,7 @@
 
 use crate::args::CompareArgs;
 use crate::args::compare::{ReportFormat, Undecided};
-use crate::commands::Usage;
+use crate::commands::{Usage, complain};
 use crate::report::compare::{Options, Source, compare, keys, print};
 use anyhow::Context;
 use std::io::{ErrorKind, Write};
@@ -32,7 +32,7 @@ pub fn run(args: &CompareArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
         write(path, &print::markdown(&report))?;
     }
     if report.exit_code != 0 {
-        eprintln!("mbperf: {}", print::headline(&report));
+        complain(&print::headline(&report));
     }
     Ok(report.exit_code)
 }

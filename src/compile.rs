@@ -10,9 +10,9 @@ use std::io::Write;
 use std::path::Path;
 
 /// Prints the ops and what they are.
-pub fn list(out: &mut dyn Write) -> anyhow::Result<()> {
+pub fn list(only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
     let names: BTreeSet<&str> = cases::odd().iter().map(|op| op.name()).collect();
-    for name in names {
+    for name in names.into_iter().filter(|n| only.is_none_or(|o| n.contains(o))) {
         writeln!(out, "{name}")?;
     }
     Ok(())

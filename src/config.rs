@@ -132,8 +132,21 @@ pub struct Model {
     pub attention_dropout: f64,
     pub hidden_dropout: f64,
     pub moe: Option<Moe>,
+    pub mamba: Option<Mamba>,
     /// Multi-token-prediction layers.
     pub mtp_num_layers: usize,
+}
+
+/// Sizes of Mamba-2 layers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Mamba {
+    pub num_heads: usize,
+    pub head_dim: usize,
+    pub state_dim: usize,
+    /// Groups of heads that share B and C, and that the gated norm normalises by.
+    pub num_groups: usize,
+    /// Tokens of a chunk of the scan.
+    pub chunk_size: usize,
 }
 
 /// The expert part of the architecture, with the run's routing and capacity settings.

@@ -9,13 +9,28 @@ use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::Path;
 
 /// Buffers of routing decisions that the referee needs; they are kept past the step.
-const ROUTING: [&str; 2] = [".moe.index", ".moe.scores"];
+const ROUTING: [&str; 3] = [".moe.index", ".moe.scores", ".moe.dest"];
 
 /// Lets the routing outlive the step, so that it can be read afterwards.
 pub fn keep_routing(program: &mut Program) {
     for b in program.buffers.iter_mut().filter(|b| ROUTING.iter().any(|r| b.name.ends_with(r))) {
         b.lifetime = Lifetime::StepState;
     }
+}
+
+/// Makes the folder and tries a file there, before anything runs.
+///
+/// # Errors
+/// A folder that cannot be made or written.
+pub fn check(dir: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(dir).with_context(|| format!("--dump: cannot create {}", dir.display()))?;
+    let config = dir.join("config.json");
+    std::fs::OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(&config)
+        .map(drop)
+        .with_context(|| format!("--dump: cannot write {}", config.display()))
 }
 
 /// Runs one step and writes `weights.safetensors`, `step.safetensors`, `grads.safetensors` and `config.json`.
@@ -28,7 +43,6 @@ pub fn dump(
     program: &Program,
     executor: &mut dyn Executor,
 ) -> anyhow::Result<()> {
-    std::fs::create_dir_all(dir).with_context(|| format!("--dump: cannot create {}", dir.display()))?;
     executor.reset()?;
     let ids = || (0..program.buffers.len() as u32).map(BufId);
     let weights = read_all(program, executor, ids().filter(|&i| is_tensor(program, i, Lifetime::Weight)))?;

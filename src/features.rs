@@ -84,7 +84,15 @@ pub const FEATURES: &[Feature] = &[
     not_built("kernels for this dtype", "add --run_dtype bf16 to run the recipe's layout in bf16", |e| {
         e.args.mbperf.run_dtype.is_none() && e.args.performance.compute_dtype != "bf16"
     }),
-    not_built("Mamba layers", "no option replaces them", |e| e.layers.contains(&LayerKind::Mamba)),
+    not_built("Mamba layers with context parallelism", "give -cp 1", |e| {
+        e.layers.contains(&LayerKind::Mamba) && crate::rules::layout_of(e).cp > 1
+    }),
+    not_built("a Mamba convolution of another width than 4", "set model.mamba_conv_kernel=4", |e| {
+        e.layers.contains(&LayerKind::Mamba)
+            && e.values
+                .int("model.mamba_conv_kernel")
+                .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
+    }),
     not_built("multi-latent attention", "no option replaces it", |e| {
         e.values.on("model.multi_latent_attention")
     }),
@@ -104,13 +112,13 @@ pub const FEATURES: &[Feature] = &[
     not_built("a vision tower", "no option replaces it", |e| e.values.is_set("model.vision")),
     not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
     not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
-        e.values.text("model.position_embedding_type").is_some_and(|t| t != "rope")
+        e.values.text("model.position_embedding_type").is_some_and(|t| t != "rope" && t != "none")
     }),
     not_built("multi-token prediction", "set model.mtp_num_layers=0 to run without it", |e| {
         e.values.int("model.mtp_num_layers").unwrap_or(0) > 0
     }),
-    not_built("an activation other than SwiGLU", "set model.activation=swiglu", |e| {
-        e.values.text("model.activation").is_some_and(|a| a != "swiglu")
+    not_built("an activation other than SwiGLU and squared ReLU", "set model.activation=swiglu", |e| {
+        e.values.text("model.activation").is_some_and(|a| !matches!(a, "swiglu" | "squared_relu"))
     }),
     not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {
         e.values.text("model.normalization").is_some_and(|n| n != "RMSNorm")
@@ -156,9 +164,11 @@ pub const FEATURES: &[Feature] = &[
     }),
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
-    not_built("virtual pipeline stages", "give -vp None to run the stage's layers as one chunk", |e| {
-        crate::rules::layout_of(e).vp > 1
-    }),
+    not_built(
+        "virtual pipeline stages",
+        "give -vp None, and a -pp that divides the layers, for one chunk a stage",
+        |e| crate::rules::layout_of(e).vp > 1,
+    ),
     not_built("recompute", "set model.recompute_granularity=null to run without it", |e| {
         e.full_recompute() || !e.recomputed().is_empty()
     }),

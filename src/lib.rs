@@ -1,6 +1,7 @@
 //! mbperf: is a CUDA graph faster than eager for this model recipe, by how much, and is the answer to be trusted?
 
 pub mod args;
+pub mod bench_ops;
 pub mod capture;
 pub mod commands;
 pub mod compare;
@@ -10,7 +11,9 @@ pub mod device;
 pub mod doctor;
 pub mod dryrun;
 pub mod dump;
+pub mod extrapolate;
 pub mod features;
+pub mod host_model;
 pub mod keys;
 pub mod measure;
 pub mod ops;

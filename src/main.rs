@@ -15,9 +15,6 @@ fn main() -> ExitCode {
     };
     match code {
         Ok(code) => ExitCode::from(code),
-        Err(failure) => {
-            eprintln!("mbperf: {failure:#}");
-            ExitCode::from(commands::exit_code(&failure))
-        }
+        Err(failure) => ExitCode::from(commands::fail(&failure)),
     }
 }

@@ -1,14 +1,18 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::args::{impl_name, scope_name};
 use crate::capture::{self, RunPlan};
+use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::{GraphImpl, RunConfig};
 use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::guard::{Beat, Guarded};
 use crate::device::inject::Inject;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
+use crate::host_model::HostModel;
 use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
 use crate::program::Program;
@@ -19,8 +23,13 @@ use crate::{dryrun, dump, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
-use std::sync::Arc;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+mod beside;
+
+use beside::{extrapolation, side_points, watchdog};
 
 /// Runs a command line; returns the exit code.
 ///
@@ -28,30 +37,40 @@ use std::sync::atomic::AtomicBool;
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    if args.variant.list_config_variants {
+        return list_variants(&catalogue, args);
+    }
     let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
-    if let Some(path) = &args.logging.save_config_filepath {
-        std::fs::write(path, serde_json::to_string_pretty(&resolved.config)?)
-            .with_context(|| format!("--save_config_filepath: cannot write {}", path.display()))?;
-    }
     if args.general.dryrun {
-        return dry_run(&resolved, args);
+        save_config(&resolved.config, args)?;
+        return match dry_run(&resolved, args) {
+            Err(e) if broken_pipe(&e) => Ok(0),
+            other => other,
+        };
     }
     resolved.require_built()?;
+    if args.mbperf.output.as_deref() == Some(Path::new("-")) && args.mbperf.format == Format::Json {
+        return Err(usage(
+            "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
+        ));
+    }
     let interrupt = interrupt_flag()?;
     Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
 }
 
 /// One configuration: both of its arms, their rows.
 fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
+    let effective = resolved.config.clone();
     let faults = faults(args)?;
+    let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
         let change = shrink::shrink(&mut resolved.config, given(args));
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
     }
-    let options = options(&resolved, args, on_gpu);
-    options.check().map_err(|e| anyhow::Error::from(crate::commands::Usage(e)))?;
+    let mut options = options(&resolved, args, on_gpu);
+    options.check().map_err(|e| usage(&e))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
     let target = Target::new(
         args.mbperf.output.as_ref().and_then(|p| p.to_str()),
@@ -60,39 +79,83 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
         &resolved.config.identity.recipe_dtype,
     );
     let mut writer = Writer::open(&target)?;
+    save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if let Some(dir) = &args.mbperf.dump {
+        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
+    }
+    if let Some(model) = &host_model {
+        let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
+        options.host_costs = Some(costs);
+        facts.host_model = model.name.clone();
+        facts.host_model_other_fraction =
+            Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
+    }
     if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
         return Ok(0);
     }
-    let device = open_device(&plan, args, on_gpu, faults);
+    let told = Arc::new(Mutex::new(facts.clone()));
+    let beat = watchdog(args, told.clone(), options.clone(), target)?;
+    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal) {
+        Ok(points) => points,
+        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
+    };
+    let device = open_device(&plan, args, on_gpu, faults, beat);
     let mut executor = match device {
         Ok(executor) => executor,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    add_device(&mut facts, &executor.info());
-    writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+    let info = executor.info();
+    info.notices.iter().for_each(|n| say(args, n));
+    add_device(&mut facts, &info);
     if let Some(dir) = &args.mbperf.dump {
-        dump::dump(dir, &resolved.config, &plan.eager.program, &mut *executor)?;
+        dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
     }
-    let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
-    let outcome = measure::run(&mut *executor, &options, hooks);
+    let mut code = 0;
+    let mut outcomes = Vec::new();
+    for repetition in 1..=args.mbperf.repeat {
+        if repetition > 1 {
+            facts.run_id = run_id::new();
+            facts.started_at = run_id::utc_now();
+        }
+        facts.repetition = repetition as usize;
+        if let Ok(mut told) = told.lock() {
+            told.clone_from(&facts);
+        }
+        // A profiler is heard by every later launch of the process.
+        options.busy = on_gpu && !args.mbperf.no_samplers && repetition == args.mbperf.repeat;
+        writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+        let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+        let outcome = measure::run(&mut executor, &options, hooks);
+        facts.extrapolation =
+            extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
+        let reason = match &outcome.status {
+            Status::Failed(failure) => failure.to_string(),
+            Status::Ok | Status::Interrupted => String::new(),
+        };
+        let rows = Row::of_outcome(&facts, &outcome, &reason);
+        writer.rows(&rows)?;
+        let own = conclude(args, &rows, &outcome, &reason, &writer)?;
+        code = if code == 0 { own } else { code };
+        let interrupted = matches!(outcome.status, Status::Interrupted);
+        outcomes.push(outcome);
+        if interrupted {
+            break;
+        }
+    }
     drop(executor);
-    let reason = match &outcome.status {
-        Status::Failed(failure) => failure.to_string(),
-        Status::Ok | Status::Interrupted => String::new(),
-    };
-    let rows = Row::of_outcome(&facts, &outcome, &reason);
-    writer.rows(&rows)?;
-    conclude(args, &rows, &outcome, &reason, &writer)
+    if args.mbperf.repeat > 1 {
+        say(args, &summary::repetitions(&outcomes));
+    }
+    Ok(code)
 }
 
 /// `--resume`: whether the output file holds this run already.
 fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
     let Some(path) = writer.path() else {
-        let text = "--resume needs a file to resume: give -o FILE instead of -o -";
-        return Err(crate::commands::Usage(text.into()).into());
+        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
     };
     let rows = Row::without_outcome(facts, options, "skipped", "");
     let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
@@ -100,10 +163,38 @@ fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) ->
         args,
         &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
     );
-    if matches!(args.mbperf.format, Format::Json) {
+    if args.mbperf.format == Format::Json {
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
     }
     Ok(true)
+}
+
+fn usage(message: &str) -> anyhow::Error {
+    Usage(message.to_owned()).into()
+}
+
+/// `--save_config_filepath`: the effective configuration, before a CPU run makes it small.
+fn save_config(config: &RunConfig, args: &Args) -> anyhow::Result<()> {
+    let Some(path) = &args.logging.save_config_filepath else { return Ok(()) };
+    std::fs::write(path, serde_json::to_string_pretty(config)?).map_err(|e| {
+        usage(&format!("--save_config_filepath: cannot write {}: {e}; choose another file", path.display()))
+    })
+}
+
+/// `--list_config_variants`: of the recipes that `-m`, `-mr`, `-g`, `-c` and `--task` leave.
+fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
+    let asked = overrides::selector(args);
+    // Names the first of the options that fits nothing; a group may have recipes with a variant only.
+    let variants = catalogue.variants(&asked)?;
+    let mut text = String::new();
+    for (variant, functions) in variants {
+        let name = variant.unwrap_or_else(|| "(none: leave -cv out)".to_owned());
+        text += &format!("{name:<24}{}\n", functions.join(", "));
+    }
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
+        _ => Ok(0),
+    }
 }
 
 fn conclude(
@@ -113,23 +204,23 @@ fn conclude(
     reason: &str,
     writer: &Writer,
 ) -> anyhow::Result<u8> {
-    if matches!(args.mbperf.format, Format::Json) && writer.path().is_some() {
+    if args.mbperf.format == Format::Json {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
     } else {
-        eprint!("{}", summary::render(rows));
+        say(args, summary::render(rows).trim_end());
     }
     if let Some(path) = writer.path().filter(|_| !rows.is_empty()) {
         say(args, &format!("rows: {}", path.display()));
     }
     match &outcome.status {
-        Status::Interrupted => eprintln!("mbperf: interrupted; finished rows stay"),
-        Status::Failed(_) => eprintln!("mbperf: {reason}"),
+        Status::Interrupted => complain("interrupted; finished rows stay"),
+        Status::Failed(_) => complain(reason),
         Status::Ok => {}
     }
     let disturbances = outcome.disturbances();
     if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
-        eprintln!("mbperf: --strict: {}", disturbances.join("; "));
+        complain(&format!("--strict: {}", disturbances.join("; ")));
         return Ok(1);
     }
     Ok(outcome.status.exit_code())
@@ -137,7 +228,7 @@ fn conclude(
 
 fn say(args: &Args, line: &str) {
     if !args.mbperf.quiet {
-        eprintln!("{line}");
+        commands::say(line);
     }
 }
 
@@ -166,6 +257,30 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
         None => writeln!(out, "No program: not built yet: {}", cfg.not_built.join("; "))?,
     }
     Ok(0)
+}
+
+/// `mbperf ops`: the ops of a run's step, each alone.
+///
+/// # Errors
+/// As [`run`]; a GPU is needed.
+pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    resolved.require_built()?;
+    if !choose_device(args)? {
+        return Err(DeviceError::Unavailable(
+            "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
+        )
+        .into());
+    }
+    let plan = plan(&resolved.config, false)?;
+    let own = &args.mbperf;
+    let options = CudaOptions {
+        cache_dir: own.kernel_cache.clone(),
+        cuda_path: own.cuda_path.clone(),
+        ..Default::default()
+    };
+    crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
 }
 
 /// Share, program and both arms.
@@ -203,7 +318,11 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
             crate::args::Arm::Eager => Arm::Eager,
             crate::args::Arm::Graph => Arm::Graph,
         }),
-        busy: on_gpu,
+        busy: on_gpu && !own.no_samplers,
+        host_costs: None,
+        samplers: !own.no_samplers,
+        block_steps: own.block_steps.map(|n| n as usize),
+        device_spin: own.spin_percent.map_or(0.0, |percent| percent / 100.0),
     }
 }
 
@@ -219,9 +338,9 @@ fn choose_device(args: &Args) -> anyhow::Result<bool> {
     match probe() {
         Availability::Ready(_) => Ok(true),
         Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
-            eprintln!(
+            commands::say(&format!(
                 "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
-            );
+            ));
             Ok(false)
         }
         Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
@@ -236,9 +355,7 @@ fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
     args.mbperf
         .inject
         .first()
-        .map(|text| {
-            text.parse::<Inject>().map_err(|e| crate::commands::Usage(format!("--inject: {e}")).into())
-        })
+        .map(|text| text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into()))
         .transpose()
 }
 
@@ -247,18 +364,32 @@ fn open_device(
     args: &Args,
     on_gpu: bool,
     inject: Option<Inject>,
-) -> Result<Box<dyn Executor>, DeviceError> {
-    Ok(if on_gpu {
+    beat: Beat,
+) -> Result<Guarded, DeviceError> {
+    let (disturbing, failing) = match inject {
+        Some(fault) if fault.kind.disturbs() => (Some(fault), None),
+        other => (None, other),
+    };
+    Guarded::open(beat, disturbing, || {
+        if !on_gpu {
+            return Ok(Box::new(CpuExecutor::new(plan.clone(), failing, None)?));
+        }
         let own = &args.mbperf;
         let options = CudaOptions {
             cache_dir: own.kernel_cache.clone(),
             cuda_path: own.cuda_path.clone(),
-            inject,
+            inject: failing,
+            attention: AttentionChoice {
+                backend: match own.attention_backend {
+                    AttentionKernels::Auto => AttentionBackend::Auto,
+                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                    AttentionKernels::Own => AttentionBackend::Own,
+                },
+                deterministic: own.attention_deterministic,
+            },
             ..Default::default()
         };
-        Box::new(CudaExecutor::new(plan, options)?)
-    } else {
-        Box::new(CpuExecutor::new(plan.clone(), inject, None)?)
+        Ok(Box::new(CudaExecutor::new(plan, options)?))
     })
 }
 

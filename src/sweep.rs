@@ -1,6 +1,6 @@
 //! Several runs one after the other, and runs that need not be made again (`--resume`).
 
-use crate::commands::{Usage, exit_code};
+use crate::commands::{Usage, fail};
 use crate::report::compare::keys::{Key, WORKLOAD};
 use crate::report::compare::{Source, read, workload};
 use crate::report::{COLUMNS, Row};
@@ -17,10 +17,7 @@ const ALIKE: [&str; 5] = ["device", "seed", "comm", "te_rng_tracker", "approxima
 pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyhow::Result<u8>) -> u8 {
     let mut first = 0;
     for job in jobs {
-        let code = run(job).unwrap_or_else(|failure| {
-            eprintln!("mbperf: {failure:#}");
-            exit_code(&failure)
-        });
+        let code = run(job).unwrap_or_else(|failure| fail(&failure));
         if code == INTERRUPTED {
             return code;
         }

@@ -47,7 +47,8 @@ pub enum Command {
     Rules,
     Doctor(DoctorArgs),
     Selftest(SelftestArgs),
-    Ops,
+    /// Times the ops of a run; without a run, lists them.
+    Ops(Option<String>, Option<Box<Args>>),
     Compare(Box<CompareArgs>),
     CompileKernels(CompileKernelsArgs),
 }
@@ -71,7 +72,7 @@ enum Sub {
     Doctor(DoctorArgs),
     /// Check every op of a device against its reference, and capture and replay
     Selftest(SelftestArgs),
-    /// List the ops
+    /// List the ops; with the options of a run: time each op of its step alone
     Ops,
     /// Compare result files with those of a baseline, for CI
     Compare(CompareArgs),
@@ -162,6 +163,12 @@ where
         .collect::<Result<_, _>>()
         .map_err(|t| ArgsError::Usage(format!("error: the argument {t:?} is not valid UTF-8")))?;
     let with_name = |tokens: &[String]| [&["mbperf".to_owned()], tokens].concat();
+    if tokens.first().is_some_and(|t| t == "ops")
+        && tokens.len() > 1
+        && !matches!(tokens[1].as_str(), "-h" | "--help")
+    {
+        return ops_command(&tokens[1..]);
+    }
     if tokens.first().is_some_and(|t| SUBCOMMANDS.contains(&t.as_str())) {
         let cli = SubCli::try_parse_from(with_name(&tokens)).map_err(from_clap)?;
         return Ok(match cli.command {
@@ -169,10 +176,14 @@ where
             Sub::Rules => Command::Rules,
             Sub::Doctor(a) => Command::Doctor(a),
             Sub::Selftest(a) => Command::Selftest(a),
-            Sub::Ops => Command::Ops,
+            Sub::Ops => Command::Ops(None, None),
             Sub::Compare(a) => Command::Compare(Box::new(a)),
             Sub::CompileKernels(a) => Command::CompileKernels(a),
         });
+    }
+    // A lone word in front is meant as a subcommand.
+    if let Some(word) = tokens.first().filter(|t| !t.starts_with('-') && !t.contains('=')) {
+        check_override(word)?;
     }
     let (normal, scopes) = normalise(&Args::command(), &tokens)?;
     let mut args = match Args::try_parse_from(with_name(&normal)) {
@@ -188,6 +199,19 @@ where
     args.argv = tokens;
     args.scope_repeated = scopes > 1;
     Ok(Command::Run(Box::new(args)))
+}
+
+/// `ops [NAME] <a run's options>`.
+fn ops_command(tokens: &[String]) -> Result<Command, ArgsError> {
+    let named = tokens.first().filter(|t| !t.starts_with('-') && !t.contains('='));
+    let rest = &tokens[usize::from(named.is_some())..];
+    if rest.is_empty() {
+        return Ok(Command::Ops(named.cloned(), None));
+    }
+    match parse(std::iter::once("mbperf".to_owned()).chain(rest.iter().cloned()))? {
+        Command::Run(args) => Ok(Command::Ops(named.cloned(), Some(args))),
+        _ => Err(ArgsError::Usage("error: `mbperf ops [NAME]` takes the options of a run: mbperf ops gemm -m llama -mr llama3_8b -g h100".into())),
+    }
 }
 
 /// clap's message without its usage lines: what is wrong, and its tip.

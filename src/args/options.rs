@@ -1,7 +1,9 @@
 //! Every option of the main command, grouped as the harness groups them. Field docs are the manual:
 //! `--help` prints them. An option without a default keeps the recipe's value.
 
-use super::values::{FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name};
+use super::values::{
+    FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name, parse_seed,
+};
 use crate::config::{ExpertGemm, GraphImpl, Routing};
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -22,6 +24,9 @@ pub mod defaults {
     pub const SEED: u64 = 1234;
     /// Steps of each arm that are compared bit for bit: warm-up, capture and two replays.
     pub const EQUALITY_STEPS: i64 = 6;
+    /// Longest device call, in seconds, before a run counts as hung: kernels of a first run compile for a minute, a
+    /// full-size step on a CPU takes minutes.
+    pub const WATCHDOG_S: f64 = 600.0;
     /// Warm-up iterations of the learning rate; the harness's.
     pub const WARMUP_ITERS: i64 = 10;
 }
@@ -287,6 +292,13 @@ pub enum RunDtype {
     Bf16,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum AttentionKernels {
+    Auto,
+    Cudnn,
+    Own,
+}
+
 /// `--aa`: an arm against itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arm {
@@ -335,6 +347,12 @@ pub struct Mbperf {
     /// Expert products: grouped (one kernel, counts read on the device) or per_expert (sized by host counts)
     #[arg(long, value_name = "NAME", default_value = "grouped")]
     pub expert_gemm: ExpertGemm,
+    /// Attention kernels: auto (cuDNN where it is there and takes the shape), cudnn or own
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub attention_backend: AttentionKernels,
+    /// false: cuDNN's attention may sum gradients in any order; faster, and the arms may differ in bits
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set, hide = true)]
+    pub attention_deterministic: bool,
     /// Copies into static buffers at the boundary of transformer_engine graphs: auto (as upstream) or none
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub graph_staging: Staging,
@@ -351,11 +369,34 @@ pub struct Mbperf {
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub pp_rank: i64,
     /// Seed of weights, tokens, routing and dropout
-    #[arg(long, value_name = "N", default_value_t = defaults::SEED)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed,
+          default_value_t = defaults::SEED)]
     pub seed: u64,
     /// Time an arm against itself
     #[arg(long, value_name = "ARM")]
     pub aa: Option<Arm>,
+    /// Host time of a framework, for blocks of their own after the bare ones: bare (none), pytorch, or a file
+    #[arg(long, value_name = "NAME|FILE", default_value = "bare")]
+    pub host_model: String,
+    /// Time 1, 2 and 3 micro-batches and extrapolate to the recipe's own number
+    #[arg(long)]
+    pub extrapolate: bool,
+    /// Measure so many times in one process; each has its own rows and run_id
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// End the run when a device call takes longer; 0 = never
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite,
+          default_value_t = defaults::WATCHDOG_S)]
+    pub watchdog: f64,
+    /// Read no clocks, no power, no neighbours, no profiler: to see what reading costs
+    #[arg(long, hide = true)]
+    pub no_samplers: bool,
+    /// Make the graph arm's steps (side b with --aa) so much longer by a kernel that spins: to see that it is found
+    #[arg(long, value_name = "PERCENT", hide = true, value_parser = parse_finite)]
+    pub spin_percent: Option<f64>,
+    /// Timed steps of a block: to see that their number does not matter
+    #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..))]
+    pub block_steps: Option<u32>,
     /// Do not shrink the recipe on the CPU
     #[arg(long)]
     pub full_size: bool,

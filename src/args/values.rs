@@ -177,6 +177,11 @@ pub fn parse_finite(text: &str) -> Result<f64, String> {
     }
 }
 
+/// `--seed`.
+pub fn parse_seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("a seed is a whole number from 0 to {}", u64::MAX))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

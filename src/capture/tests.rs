@@ -4,7 +4,7 @@ use super::*;
 use crate::config::{Dispatcher, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
-use crate::workloads::testing::{dense, moe, padded, program, with_graphs};
+use crate::workloads::testing::{dense, hybrid, moe, padded, program, with_graphs};
 
 /// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
 /// with runs of equal part abbreviated. Staging copies are shown as `copy`.
@@ -137,6 +137,48 @@ fn dropless_full_iteration_would_wait_inside_the_graph() {
     assert!(matches!(plan(program(&cfg), &cfg.graph, 1), Err(CaptureError::HostSync { .. })));
 }
 
+/// Rules file, section 5: the whole Mamba layer, norm to residual, and nothing of the other kinds.
+const MAMBA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd ssd_fwd gated_norm_fwd gemm";
+const MAMBA_B: &str = "gemm gemm gated_norm_bwd column_sum ssd_bwd column_sum column_sum column_sum \
+                       mamba_conv_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
+
+#[test]
+fn mamba_captures_whole_mamba_layers_alone() {
+    let cfg = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Mamba]);
+    let mamba = ["e copy".to_string(), format!("G {MAMBA_F}"), "e copy".to_string(), format!("G {MAMBA_B}")];
+    assert_eq!(story(&cfg, 0, 0), mamba);
+    for layer in 1..4 {
+        assert!(story(&cfg, 0, layer).iter().all(|s| s.starts_with('e')), "layer {layer}");
+    }
+    let arm = plan(program(&cfg), &cfg.graph, 1).unwrap().graph.unwrap();
+    assert_eq!((arm.graphs(), arm.replays()), (2, 4), "one layer, two micro-batches");
+}
+
+#[test]
+fn scopes_of_a_hybrid_name_one_layer_kind_each() {
+    let cfg =
+        with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Attn, Mlp, MoeRouter, MoePreprocess, Mamba]);
+    let attn = story(&cfg, 0, 1);
+    assert!(attn.contains(&format!("G {ATTN_F}")) && attn.contains(&format!("G {ATTN_B}")), "{attn:?}");
+    let mlp = story(&cfg, 0, 2);
+    assert!(mlp.contains(&format!("G {}", MLP_F.replace("swiglu", "squared_relu"))), "{mlp:?}");
+    assert!(mlp.contains(&format!("G {}", MLP_B.replace("swiglu", "squared_relu"))), "{mlp:?}");
+    let moe = story(&cfg, 0, 3);
+    assert!(moe.contains(&format!("G {ROUTER_F} moe_sort gather_rows")), "{moe:?}");
+    let arm = plan(program(&cfg), &cfg.graph, 1).unwrap().graph.unwrap();
+    assert_eq!(arm.graphs(), 8, "four layers, two passes");
+    let whole = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Attn, Mamba]);
+    let arm = plan(program(&whole), &whole.graph, 1).unwrap().graph.unwrap();
+    assert_eq!(arm.graphs(), 4);
+}
+
+#[test]
+fn a_mamba_layer_takes_at_most_forty_launches_a_step() {
+    let launches = MAMBA_F.split_whitespace().count() + MAMBA_B.split_whitespace().count();
+    // The scan is three kernels forward and five backward.
+    assert!(launches + 2 + 4 <= 40, "{launches}");
+}
+
 #[test]
 fn a_scope_without_layers_is_an_error() {
     let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Mamba]);
@@ -175,6 +217,10 @@ fn arms_are_equal_with_dropout_on() {
         cfg.model.hidden_dropout = 0.1;
         both_arms(&cfg);
     }
+    both_arms(&with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Attn, Mamba]));
+    let mut groups = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Mamba]);
+    (groups.parallel.tp, groups.parallel.sequence_parallel, groups.identity.num_gpus) = (2, true, 4);
+    both_arms(&groups);
     both_arms(&with_graphs(dense(), GraphImpl::Local, &[FullIteration]));
     both_arms(&with_graphs(padded(), GraphImpl::Local, &[FullIteration]));
     let mut split = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
@@ -227,6 +273,7 @@ fn every_launch_writes_finite_values() {
         ("flex", moe(Dispatcher::Flex)),
         ("padded", padded()),
         ("split", split),
+        ("hybrid", hybrid()),
     ] {
         cfg.model.attention_dropout = 0.1;
         cfg.model.hidden_dropout = 0.1;

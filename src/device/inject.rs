@@ -1,6 +1,7 @@
 //! Faults on demand (`--inject phase:kind[:n]`), so that the paths of failure are tested on every device.
 
-use super::{DeviceError, Phase};
+use super::{DeviceError, Finished, Phase};
+use crate::program::{BufId, Lifetime, Program};
 use std::str::FromStr;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,38 +11,89 @@ pub enum Kind {
     OutOfMemory,
     /// The step computes something else, or a launch is missing from a graph.
     WrongResult,
+    /// The loss is not a number.
+    NotFinite,
+    /// More rows than the bound.
+    RowOverflow,
+    /// A step takes far longer than the others.
+    SlowStep,
+    /// A reading of the card says that its clocks were held back.
+    ThrottledClock,
+    /// A device call does not come back.
+    Hang,
 }
 
 impl Kind {
-    const NAMES: [(&'static str, Kind); 3] = [
+    const NAMES: [(&'static str, Kind); 8] = [
         ("driver_error", Kind::DriverError),
         ("out_of_memory", Kind::OutOfMemory),
         ("wrong_result", Kind::WrongResult),
+        ("not_finite", Kind::NotFinite),
+        ("row_overflow", Kind::RowOverflow),
+        ("slow_step", Kind::SlowStep),
+        ("throttled_clock", Kind::ThrottledClock),
+        ("hang", Kind::Hang),
     ];
 
-    /// What a device returns for it in `phase`.
-    pub fn error(self, phase: Phase) -> DeviceError {
+    /// Disturbs a run without an error: [`super::guard::Guarded`] provokes it on any device.
+    pub fn disturbs(self) -> bool {
+        matches!(self, Kind::SlowStep | Kind::ThrottledClock | Kind::Hang)
+    }
+
+    /// What a device returns for it in `phase`; `None` for a kind that shows in the results of a step.
+    pub fn error(self, phase: Phase) -> Option<DeviceError> {
         let graph = matches!(phase, Phase::Capture | Phase::Instantiate | Phase::Upload);
         match self {
             Kind::DriverError if graph => {
-                DeviceError::Capture { phase, message: "an injected driver error".to_owned() }
+                Some(DeviceError::Capture { phase, message: "an injected driver error".to_owned() })
             }
-            Kind::DriverError => DeviceError::Driver {
+            Kind::DriverError => Some(DeviceError::Driver {
                 call: "an injected call",
                 code: "CUDA_ERROR_UNKNOWN".to_owned(),
                 phase,
                 at: String::new(),
-            },
-            Kind::OutOfMemory => DeviceError::OutOfMemory {
+            }),
+            Kind::OutOfMemory => Some(DeviceError::OutOfMemory {
                 phase,
                 what: "an injected fault".to_owned(),
                 need_mib: 1.0,
                 free_mib: 0.0,
                 remedy: "leave out --inject".to_owned(),
-            },
-            Kind::WrongResult => DeviceError::Unequal("an injected wrong result".to_owned()),
+            }),
+            Kind::WrongResult | Kind::NotFinite | Kind::RowOverflow => None,
+            // No device is given one of these: it would pass in silence.
+            Kind::SlowStep | Kind::ThrottledClock | Kind::Hang => {
+                Some(DeviceError::internal(format!("{self:?} was injected as an error, which it is not")))
+            }
         }
     }
+
+    /// Puts the fault into what a step left; a wrong result is the device's to make.
+    pub fn mar(self, finished: &mut Finished) {
+        match self {
+            Kind::NotFinite => finished.loss = Some(f32::NAN),
+            Kind::RowOverflow => finished.fault = Some("an injected overflow of the row bound"),
+            Kind::WrongResult | Kind::DriverError | Kind::OutOfMemory => {}
+            Kind::SlowStep | Kind::ThrottledClock | Kind::Hang => {}
+        }
+    }
+
+    /// Whether it can show in `phase`: results are those of steps, and of a capture that lacks a launch.
+    fn shows_in(self, phase: Phase) -> bool {
+        let step = !matches!(phase, Phase::Prepare | Phase::Capture | Phase::Instantiate | Phase::Upload);
+        match self {
+            Kind::DriverError | Kind::OutOfMemory => true,
+            Kind::SlowStep | Kind::ThrottledClock | Kind::Hang => true,
+            Kind::WrongResult => step || phase == Phase::Capture,
+            Kind::NotFinite | Kind::RowOverflow => step,
+        }
+    }
+}
+
+/// The hashed buffer that a wrong result goes into: one that lasts, for steps write gradients anew.
+pub fn lasting(program: &Program) -> Option<BufId> {
+    let lasts = |id: &&BufId| program.buffer(**id).lifetime != Lifetime::MainGrad;
+    program.digest.iter().find(lasts).or(program.digest.first()).copied()
 }
 
 /// One fault: of `kind`, at the `nth` time (from 1) that `phase` does something.
@@ -65,6 +117,14 @@ impl Inject {
         }
         self.seen += 1;
         (self.seen == self.nth).then_some(self.kind)
+    }
+
+    /// As [`Inject::fire`], with the kinds that are errors returned as such.
+    pub fn at(fault: &mut Option<Self>, phase: Phase) -> Result<Option<Kind>, DeviceError> {
+        match fault.as_mut().and_then(|f| f.fire(phase)) {
+            None => Ok(None),
+            Some(kind) => kind.error(phase).map_or(Ok(Some(kind)), Err),
+        }
     }
 }
 
@@ -99,6 +159,11 @@ impl FromStr for Inject {
             .find(|k| k.0 == kind)
             .ok_or_else(|| format!("no kind {kind:?}; there are {}", kinds()))?
             .1;
+        if !kind.shows_in(phase) {
+            return Err(format!(
+                "{text:?}: a result has no place in the phase {phase}; use driver_error there"
+            ));
+        }
         let nth = match parts.next() {
             None => 1,
             Some(n) => {
@@ -135,6 +200,8 @@ mod tests {
             ("capture:fire", "driver_error"),
             ("capture:driver_error:0", "count"),
             ("capture:driver_error:1:2", "too many"),
+            ("capture:not_finite", "no place"),
+            ("upload:wrong_result", "no place"),
         ] {
             let error = text.parse::<Inject>().unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
@@ -143,9 +210,21 @@ mod tests {
 
     #[test]
     fn errors_carry_the_exit_code_of_their_phase() {
-        assert!(matches!(Kind::DriverError.error(Phase::Capture), DeviceError::Capture { .. }));
-        assert!(matches!(Kind::DriverError.error(Phase::Steady), DeviceError::Driver { .. }));
-        assert!(matches!(Kind::OutOfMemory.error(Phase::Upload), DeviceError::OutOfMemory { .. }));
+        let error = |kind: Kind, phase| kind.error(phase).unwrap();
+        assert!(matches!(error(Kind::DriverError, Phase::Capture), DeviceError::Capture { .. }));
+        assert!(matches!(error(Kind::DriverError, Phase::Steady), DeviceError::Driver { .. }));
+        assert!(matches!(error(Kind::OutOfMemory, Phase::Upload), DeviceError::OutOfMemory { .. }));
+        assert!(Kind::NotFinite.error(Phase::Steady).is_none());
+    }
+
+    #[test]
+    fn a_disturbance_has_its_place_in_every_phase_and_is_no_devices_to_make() {
+        for (name, kind) in Kind::NAMES.into_iter().filter(|k| k.1.disturbs()) {
+            for phase in PHASES {
+                assert_eq!(format!("{phase}:{name}").parse(), Ok(Inject::new(phase, kind, 1)));
+                assert!(matches!(kind.error(phase), Some(DeviceError::Internal(_))), "{phase}:{name}");
+            }
+        }
     }
 
     proptest! {

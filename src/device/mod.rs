@@ -4,6 +4,8 @@ pub mod cpu;
 pub mod cuda;
 pub mod digest;
 pub mod fake;
+pub mod guard;
+pub mod host;
 pub mod inject;
 
 use serde::Serialize;
@@ -98,10 +100,12 @@ impl fmt::Display for Arm {
 /// Host times of issuing one step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Submitted {
-    /// First call to last return, less `wait_ms`.
+    /// First call to last return, less `wait_ms` and `modelled_ms`.
     pub submit_ms: f64,
     /// Spent inside `host_sync` launches.
     pub wait_ms: f64,
+    /// Spun for the host model; in neither of the two above.
+    pub modelled_ms: f64,
     /// Identifies the step for [`Executor::wait`].
     pub ticket: u64,
 }
@@ -152,6 +156,8 @@ pub struct DeviceInfo {
     pub attention_backend: Option<String>,
     /// Library versions for the run file, by name.
     pub libraries: Vec<(String, String)>,
+    /// What the device does otherwise than asked or expected, in sentences.
+    pub notices: Vec<String>,
 }
 
 /// State of the card during a block. `None`: could not be read.
@@ -208,6 +214,36 @@ pub trait Executor {
 
     /// State of the card now.
     fn health(&mut self) -> Health;
+
+    /// From the next step on, issuing takes at least the host model's time ([`host`]); `None`: our own alone.
+    ///
+    /// # Errors
+    /// [`DeviceError::Internal`] from a device without a host model, or for costs of another program.
+    fn set_host_costs(&mut self, costs: Option<host::HostCosts>) -> Result<(), DeviceError> {
+        match costs {
+            None => Ok(()),
+            Some(_) => Err(DeviceError::internal("this device cannot spin for a host model")),
+        }
+    }
+
+    /// Device memory that this executor holds beyond what was free when it opened the device, in MiB: both arms,
+    /// kernels, graphs. `None`: not known, or not ours alone.
+    fn memory_used_mib(&mut self) -> Option<f64> {
+        None
+    }
+
+    /// From the next step on, the device spins so long at a step's end, inside its span.
+    ///
+    /// # Errors
+    /// [`DeviceError::Internal`] from a device that cannot.
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        if ms > 0.0 { Err(DeviceError::internal("this device cannot spin")) } else { Ok(()) }
+    }
+
+    /// Lets the host do nothing for a while: fault injection.
+    fn stall(&mut self, ms: f64) {
+        std::thread::sleep(std::time::Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default());
+    }
 
     /// Values of a buffer of the eager arm's program, as f32; integers converted. Waits for the device.
     fn read(&mut self, buffer: crate::program::BufId) -> Result<Vec<f32>, DeviceError> {

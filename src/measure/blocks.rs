@@ -1,9 +1,11 @@
 //! The timed part: settle, then blocks in ABBA order until the interval is narrow or the time is spent.
 
+use super::long;
 use super::options::{MIN_BLOCK_STEPS, Options};
 use super::outcome::{BlockRecord, Pacing, Stopped};
 use super::progress::Update;
 use super::session::{Purpose, Session, Stop};
+use super::stats::{self, Interval};
 use super::verdict::{self, MIN_PAIRS};
 use crate::device::{Arm, Phase};
 
@@ -28,13 +30,69 @@ const SETTLED: f64 = 0.01;
 const SYNC_PAIRS: usize = 4;
 const SYNC_STEPS: usize = 10;
 
-/// Runs the timed part; `step_ms` holds a first guess for each side.
+/// With a host model the bare blocks get this share of the time, the modelled ones the rest.
+const BARE_SHARE: f64 = 0.6;
+
+/// Runs the timed part; `step_ms` holds a first guess for each side. Under a host model a second set of blocks
+/// follows, in which issuing takes the model's time.
 pub(super) fn time(session: &mut Session, options: &Options, step_ms: &[f64]) -> Result<Stopped, Stop> {
     let sides = options.sides();
-    match options.max_steps {
-        Some(n) => fixed_steps(session, &sides, n - options.equality_steps().min(n), step_ms),
-        None => until_precise(session, &sides, options, step_ms),
+    let budget_ms = options.max_time_s * 1e3;
+    let bare_ms = if options.host_costs.is_some() { budget_ms * BARE_SHARE } else { budget_ms };
+    session.spin_ms = options.device_spin * step_ms.get(1).copied().unwrap_or(0.0);
+    let begun = session.executor.now_ms();
+    let fixed = options.max_steps.map(|n| n - options.equality_steps().min(n));
+    let stopped = match fixed {
+        Some(n) => fixed_steps(session, &sides, n, step_ms, Pacing::RunAhead)?,
+        None => until_precise(session, &sides, options, step_ms, bare_ms)?,
+    };
+    if let Some(costs) = &options.host_costs {
+        session.hooks.progress.stage("timing under the host model");
+        session.model(Some(costs.clone()))?;
+        let step_ms: Vec<f64> = (0..sides.len())
+            .map(|side| {
+                let bare = last_wall(session, side).unwrap_or(step_ms[side]);
+                costs.arm(sides[side]).map(|c| c.step_ms.max(bare))
+            })
+            .collect::<Result<_, _>>()?;
+        match fixed {
+            Some(n) => fixed_steps(session, &sides, n, &step_ms, Pacing::Modelled)?,
+            // What the bare blocks left, which is more than their share when the interval closed early.
+            None => modelled(session, &sides, options, &step_ms, begun + budget_ms)?,
+        };
+        session.model(None)?;
     }
+    if std::mem::take(&mut session.spin_ms) > 0.0 {
+        session.executor.set_device_spin_ms(0.0)?;
+    }
+    Ok(stopped)
+}
+
+/// Median of the last timed block of a side.
+fn last_wall(session: &Session, side: usize) -> Option<f64> {
+    session.blocks.iter().rev().find(|b| b.side == side).map(|b| b.wall_ms_median)
+}
+
+/// Blocks under the host model until `limit_ms`: one of each side to settle, then pairs as ever.
+fn modelled(
+    session: &mut Session,
+    sides: &[Arm],
+    options: &Options,
+    step_ms: &[f64],
+    limit_ms: f64,
+) -> Result<Stopped, Stop> {
+    let start = session.executor.now_ms();
+    if long::applies(step_ms, MIN_BLOCK_MS) && sides.len() == 2 {
+        return long::time(session, sides, Pacing::Modelled, step_ms, start, limit_ms);
+    }
+    let mut step_ms = step_ms.to_vec();
+    let timed = options.block_steps.unwrap_or_else(|| timed_steps(&step_ms, limit_ms - start));
+    for (side, arm) in order(sides, 0) {
+        step_ms[side] = session.block(side, arm, timed, Pacing::Modelled, Purpose::Settle)?;
+    }
+    let left_ms = limit_ms - session.executor.now_ms();
+    let timed = options.block_steps.unwrap_or_else(|| timed_steps(&step_ms, left_ms));
+    pairs_until(session, sides, Pacing::Modelled, timed, start, limit_ms)
 }
 
 /// Steps that count in a block.
@@ -62,47 +120,75 @@ fn until_precise(
     sides: &[Arm],
     options: &Options,
     step_ms: &[f64],
+    budget_ms: f64,
 ) -> Result<Stopped, Stop> {
-    let budget_ms = options.max_time_s * 1e3;
     let start = session.executor.now_ms();
-    let timed = settle(session, sides, step_ms, budget_ms)?;
+    if options.block_steps.is_none() && long::applies(step_ms, MIN_BLOCK_MS) {
+        // Long steps were warmed by the equality check; what pairs leave of the time goes to `_sync` blocks.
+        session.hooks.progress.stage("timing");
+        let limit = start + budget_ms;
+        let stopped = long::time(session, sides, Pacing::RunAhead, step_ms, start, limit)?;
+        let left_ms = limit - session.executor.now_ms();
+        sync_blocks(session, sides, 1, left_ms.min(budget_ms * SYNC_SHARE))?;
+        return Ok(stopped);
+    }
+    let settled = settle(session, sides, step_ms, budget_ms)?;
+    let timed = options.block_steps.unwrap_or(settled);
     session.hooks.progress.stage("timing");
     let limit = start + budget_ms * (1.0 - SYNC_SHARE);
+    let stopped = pairs_until(session, sides, Pacing::RunAhead, timed, start, limit)?;
+    sync_blocks(session, sides, timed, budget_ms * SYNC_SHARE)?;
+    Ok(stopped)
+}
+
+/// Pairs of blocks until the interval is narrow or the next pair would end after `limit_ms`; one pair always.
+fn pairs_until(
+    session: &mut Session,
+    sides: &[Arm],
+    pacing: Pacing,
+    timed: usize,
+    start_ms: f64,
+    limit_ms: f64,
+) -> Result<Stopped, Stop> {
     let mut pairs = 0;
-    let stopped = loop {
+    loop {
         let begun = session.executor.now_ms();
         for (side, arm) in order(sides, pairs) {
-            session.block(side, arm, timed, Pacing::RunAhead, Purpose::Timed)?;
+            session.block(side, arm, timed, pacing, Purpose::Timed)?;
         }
         pairs += 1;
         let now = session.executor.now_ms();
         // Judged after whole ABBA rounds only, so that drift has cancelled.
-        let interval = if pairs % 2 == 0 { interval(&session.blocks, sides.len()) } else { None };
+        let interval = if pairs % 2 == 0 { interval(&session.blocks, sides.len(), pacing) } else { None };
         session.hooks.progress.update(&Update {
-            elapsed_s: (now - start) / 1e3,
-            max_time_s: options.max_time_s,
+            elapsed_s: (now - start_ms) / 1e3,
+            max_time_s: (limit_ms - start_ms) / 1e3,
             pairs,
             half_width: interval.map(|i| i.half_width()),
             speedup: interval.filter(|_| sides.len() == 2).map(|i| i.value.exp()),
         });
-        if pairs >= MIN_PAIRS_TO_STOP && interval.is_some_and(|i| i.half_width() < HALF_WIDTH) {
-            break Stopped::Precision;
+        if precise(pairs, interval) {
+            return Ok(Stopped::Precision);
         }
-        if now + (now - begun) > limit {
-            break Stopped::MaxTime;
+        if now + (now - begun) > limit_ms {
+            return Ok(Stopped::MaxTime);
         }
-    };
-    sync_blocks(session, sides, timed, budget_ms)?;
-    Ok(stopped)
+    }
+}
+
+/// Whether timing may stop.
+pub(super) fn precise(pairs: usize, interval: Option<Interval>) -> bool {
+    pairs >= MIN_PAIRS_TO_STOP && interval.is_some_and(|i| i.half_width() < HALF_WIDTH)
 }
 
 /// The interval that the stop rule looks at: of the log-ratio, or of one side's log step time.
-fn interval(blocks: &[BlockRecord], sides: usize) -> Option<super::stats::Interval> {
+pub(super) fn interval(blocks: &[BlockRecord], sides: usize, pacing: Pacing) -> Option<Interval> {
     if sides == 2 {
-        return verdict::log_ratio(&pairs(blocks, Pacing::RunAhead));
+        return verdict::log_ratio(&pairs(blocks, pacing));
     }
-    let logs: Vec<f64> = blocks.iter().map(|b| b.wall_ms_median.ln()).collect();
-    super::stats::mean_interval(&logs, super::stats::CONFIDENCE)
+    let logs: Vec<f64> =
+        blocks.iter().filter(|b| b.pacing == pacing).map(|b| b.wall_ms_median.ln()).collect();
+    stats::mean_interval(&logs, stats::CONFIDENCE)
 }
 
 /// Block medians (side 0, side 1) of each finished pair.
@@ -144,8 +230,8 @@ fn settle(session: &mut Session, sides: &[Arm], step_ms: &[f64], budget_ms: f64)
     }
 }
 
-/// A few blocks with every step synchronised, within their share of the time.
-fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, budget_ms: f64) -> Result<(), Stop> {
+/// A few blocks with every step synchronised, within `share_ms`.
+fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, share_ms: f64) -> Result<(), Stop> {
     session.hooks.progress.stage("timing with every step synchronised");
     let timed = timed.min(SYNC_STEPS);
     let medians: f64 = (0..sides.len())
@@ -157,7 +243,7 @@ fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, budget_ms: f6
     let mut pair_ms = (timed + 1) as f64 * medians;
     for pair in 0..SYNC_PAIRS {
         let begun = session.executor.now_ms();
-        if begun - start + pair_ms > budget_ms * SYNC_SHARE {
+        if begun - start + pair_ms > share_ms {
             break;
         }
         for (side, arm) in order(sides, pair) {
@@ -168,8 +254,22 @@ fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, budget_ms: f6
     Ok(())
 }
 
-/// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be.
-fn fixed_steps(session: &mut Session, sides: &[Arm], steps: usize, step_ms: &[f64]) -> Result<Stopped, Stop> {
+/// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be. Too few steps
+/// for a block are steady ones without neighbours.
+fn fixed_steps(
+    session: &mut Session,
+    sides: &[Arm],
+    steps: usize,
+    step_ms: &[f64],
+    pacing: Pacing,
+) -> Result<Stopped, Stop> {
+    if steps < MIN_BLOCK_STEPS {
+        session.hooks.progress.stage("timing");
+        for (side, arm) in order(sides, 0) {
+            session.lone_steps(side, arm, steps, pacing)?;
+        }
+        return Ok(Stopped::MaxSteps);
+    }
     let by_time = timed_steps(step_ms, 0.0) + 2;
     let blocks = (steps / by_time).max(MIN_PAIRS).min(steps / MIN_BLOCK_STEPS).max(1);
     let block_steps = steps / blocks;
@@ -181,15 +281,9 @@ fn fixed_steps(session: &mut Session, sides: &[Arm], steps: usize, step_ms: &[f6
     }
     for pair in 0..blocks {
         for (side, arm) in order(sides, pair) {
-            session.block(
-                side,
-                arm,
-                block_steps.saturating_sub(2).max(1),
-                Pacing::RunAhead,
-                Purpose::Timed,
-            )?;
+            session.block(side, arm, block_steps.saturating_sub(2).max(1), pacing, Purpose::Timed)?;
         }
-        let interval = if pair % 2 == 1 { interval(&session.blocks, sides.len()) } else { None };
+        let interval = if pair % 2 == 1 { interval(&session.blocks, sides.len(), pacing) } else { None };
         session.hooks.progress.update(&Update {
             elapsed_s: 0.0,
             max_time_s: 0.0,

@@ -4,6 +4,7 @@
 
 mod blocks;
 mod equality;
+mod long;
 pub mod options;
 pub mod outcome;
 pub mod progress;
@@ -31,12 +32,13 @@ struct Found {
     first_replay_ms: Option<f64>,
     stopped: Option<Stopped>,
     busy: Vec<Result<f64, String>>,
+    memory_used_mib: Option<f64>,
 }
 
 /// Measures one program. Graphs are destroyed when it returns, however it ends; how it ended is in
 /// [`Outcome::status`]. `options` must have passed [`Options::check`].
 pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'a>) -> Outcome {
-    let mut session = Session::new(executor, hooks);
+    let mut session = Session::new(executor, hooks, options.samplers);
     let mut found = Found::default();
     let run = measure(&mut session, options, &mut found);
     let closed = session.close();
@@ -55,6 +57,7 @@ fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Resul
     found.first_replay_ms = proof.first_replay_ms;
     found.stopped = Some(blocks::time(session, options, &proof.step_ms)?);
     check_phases(session)?;
+    found.memory_used_mib = session.executor.memory_used_mib();
     if options.busy {
         session.hooks.progress.stage("profiling pass");
         for arm in options.sides() {
@@ -110,8 +113,21 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
         step_time_ms_sync: median(Pacing::Sync, |s| Some(s.wall_ms)),
         host_submit_ms_sync: median(Pacing::Sync, |s| Some(s.submit_ms)),
         device_span_ms_sync: median(Pacing::Sync, |s| s.device_span_ms),
+        step_time_ms_modelled: median(Pacing::Modelled, |s| Some(s.wall_ms)),
+        host_ms_modelled: median(Pacing::Modelled, |s| Some(s.submit_ms + s.wait_ms + s.modelled_ms)),
+        steps_modelled: steady(Pacing::Modelled).count(),
+        // Times of the CPU device are the machine's whole load.
+        disturbed_fraction: stats::percentile(&wall, 0.05)
+            .filter(|_| session.executor.info().device != "cpu")
+            .map(|quiet| {
+                let far = wall.iter().filter(|ms| **ms > outcome::FAR_LONGER * quiet).count();
+                far as f64 / wall.len() as f64
+            }),
         device_busy_ms: busy.and_then(|b| b.as_ref().ok()).copied(),
-        busy_note: busy.and_then(|b| b.as_ref().err()).cloned(),
+        busy_note: match busy {
+            Some(found) => found.as_ref().err().cloned(),
+            None => (!options.busy).then(|| "no profiling pass was asked for".to_string()),
+        },
         launches_per_step: session.executor.launches_per_step(arm),
         planned_bytes: session.executor.planned_bytes(arm),
         loss_last: last.and_then(|s| s.loss),
@@ -146,7 +162,16 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
     let break_even_steps = found.cost.as_ref().zip(saved_ms).and_then(|(cost, (a, b))| {
         verdict::break_even(cost.capture_ms + cost.instantiate_ms + cost.upload_ms, a - b)
     });
-    let notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    let mut notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    if found.stopped.is_some() && session.steps.iter().all(|s| s.phase != Phase::Switch) {
+        notices.push(
+            "-ms leaves room for no step around the steady ones: each was waited for, as in the _sync columns; \
+             raise -ms"
+                .into(),
+        );
+    }
+    let modelled = blocks::pairs(&session.blocks, Pacing::Modelled);
+    let modelled_ratio = verdict::log_ratio(&modelled).filter(|_| ok).map(|i| split(i.map(f64::exp)));
     let sync = verdict::log_ratio(&blocks::pairs(&session.blocks, Pacing::Sync)).filter(|_| ok);
     Outcome {
         status,
@@ -155,6 +180,10 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         speedup_ci95,
         speedup_cycles,
         speedup_sync: sync.map(|i| i.value.exp()),
+        speedup_modelled: modelled_ratio.map(|(value, _)| value),
+        speedup_modelled_ci95: modelled_ratio.map(|(_, ci95)| ci95).filter(|_| modelled.len() >= MIN_PAIRS),
+        pairs_modelled: modelled.len(),
+        memory_used_mib: found.memory_used_mib,
         pairs: pairs.len(),
         verdict,
         margin: options.margin,
@@ -200,6 +229,16 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>, unfilled:
     {
         notices
             .push(format!("the arms ran at different SM clocks ({a:.0} and {b:.0} MHz): see speedup_cycles"));
+    }
+    for arm in arms {
+        if let Some(share) = arm.disturbed_fraction.filter(|s| *s > outcome::MAX_DISTURBED) {
+            notices.push(format!(
+                "{} arm: {:.0} % of the steps took over {:.0} % longer than the shortest: something else used this GPU",
+                arm.arm,
+                share * 100.0,
+                (outcome::FAR_LONGER - 1.0) * 100.0
+            ));
+        }
     }
     let throttled = arms.iter().filter_map(|a| a.health.throttle_reasons.as_deref()).find(|r| !r.is_empty());
     if let Some(reasons) = throttled {

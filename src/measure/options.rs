@@ -1,6 +1,7 @@
 //! What a measurement may cost and how it judges. Every default stands here.
 
 use crate::device::Arm;
+use crate::device::host::HostCosts;
 
 /// Settings of one measurement of one program.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,6 +23,15 @@ pub struct Options {
     pub aa: Option<Arm>,
     /// Take device-busy times in a profiling pass at the end; only the last measurement of a process may.
     pub busy: bool,
+    /// `--host_model`: host times for blocks of their own after the bare ones.
+    pub host_costs: Option<HostCosts>,
+    /// Reads clocks, power and neighbours once a block. Off to see what that costs (`--no_samplers`).
+    pub samplers: bool,
+    /// Timed steps of a block, in place of the rule by time: to see that it does not matter (`--block_steps`).
+    pub block_steps: Option<usize>,
+    /// Share of its step time by which side 1 is made longer on the device, to see that it is found; 0: none
+    /// (`--spin_percent`).
+    pub device_spin: f64,
 }
 
 /// DESIGN 5.
@@ -36,7 +46,10 @@ pub const DEFAULT_WARMUP_STEPS: usize = 3;
 const MIN_REPLAYS: usize = 2;
 /// Replays of the equality check by default.
 const EQUALITY_REPLAYS: usize = 4;
-/// Shortest block: one that fills the pipe, one that is timed, one that drains it.
+/// Fewest steps of each arm after the equality check.
+const MIN_TIMED_STEPS: usize = 1;
+/// Shortest block: one that fills the pipe, one that is timed, one that drains it. A `-ms` that leaves fewer
+/// steps has them waited for one by one.
 pub(super) const MIN_BLOCK_STEPS: usize = 3;
 
 impl Default for Options {
@@ -50,6 +63,10 @@ impl Default for Options {
             graph: true,
             aa: None,
             busy: true,
+            host_costs: None,
+            samplers: true,
+            block_steps: None,
+            device_spin: 0.0,
         }
     }
 }
@@ -69,9 +86,14 @@ impl Options {
         self.graph && self.aa != Some(Arm::Eager)
     }
 
-    /// Fewest steps of the equality check.
-    fn fewest_equality_steps(&self) -> usize {
+    /// Steps that equality needs if there is room for them.
+    fn wanted_equality_steps(&self) -> usize {
         if self.captures() { self.warmup_steps + MIN_REPLAYS } else { 1 }
+    }
+
+    /// Fewest `-ms`: warm-up, capture with the first replay, and one steady step, as the harness counts them.
+    fn fewest_max_steps(&self) -> usize {
+        if self.captures() { self.warmup_steps + 1 + MIN_TIMED_STEPS } else { 1 + MIN_TIMED_STEPS }
     }
 
     /// Steps of each arm in the equality check: warm-up and four replays, fewer when `-ms` is short.
@@ -79,7 +101,9 @@ impl Options {
         let replays = if self.captures() { self.warmup_steps + EQUALITY_REPLAYS } else { 1 };
         let wanted = self.equality_steps.max(replays);
         match self.max_steps {
-            Some(n) => wanted.min(n.saturating_sub(MIN_BLOCK_STEPS)).max(self.fewest_equality_steps()),
+            Some(n) => wanted
+                .min(n.saturating_sub(MIN_BLOCK_STEPS))
+                .max(self.wanted_equality_steps().min(n.saturating_sub(MIN_TIMED_STEPS))),
             None => wanted,
         }
     }
@@ -95,13 +119,19 @@ impl Options {
         if self.aa == Some(Arm::Graph) && !self.graph {
             return Err("--aa graph needs graphs: give --cuda_graph_impl, or use --aa eager".into());
         }
-        let least = self.fewest_equality_steps() + MIN_BLOCK_STEPS;
+        if !(0.0..=10.0).contains(&self.device_spin) {
+            return Err(format!("--spin_percent {}: give 0 to 1000", self.device_spin * 100.0));
+        }
+        let least = self.fewest_max_steps();
         if let Some(n) = self.max_steps.filter(|n| *n < least) {
+            let before = if self.captures() {
+                format!("{} warm-up steps and the first replay", self.warmup_steps)
+            } else {
+                "the first step".to_owned()
+            };
             return Err(format!(
-                "-ms {n} leaves no steady step: warm-up ({}), capture, first replay and switch steps take {} of \
-                 them; give -ms {least} or more (50 is the harness's default), or leave it out",
-                self.warmup_steps,
-                least - 1
+                "-ms {n} leaves no steady step: {before} come before it; give -ms {least} or more (50 is the \
+                 harness's default), or leave it out"
             ));
         }
         Ok(())
@@ -118,11 +148,15 @@ mod tests {
         assert_eq!(Options::default().equality_steps(), 7);
         assert_eq!(ms(50).equality_steps(), 7);
         assert_eq!(ms(9).equality_steps(), 6);
-        assert_eq!(ms(8).equality_steps(), 5);
-        assert!(ms(8).check().is_ok());
-        assert!(ms(7).check().unwrap_err().contains("-ms 8"));
+        for (n, equality) in [(8, 5), (7, 5), (6, 5), (5, 4)] {
+            assert_eq!(ms(n).equality_steps(), equality, "-ms {n}");
+            assert!(ms(n).check().is_ok(), "-ms {n}");
+        }
+        assert!(ms(4).check().unwrap_err().contains("-ms 5"));
         assert!(ms(0).check().is_err());
-        assert!(Options { max_steps: Some(4), graph: false, ..Options::default() }.check().is_ok());
+        let eager = |n| Options { max_steps: Some(n), graph: false, ..Options::default() };
+        assert!(eager(2).check().is_ok() && eager(4).check().is_ok());
+        assert!(eager(1).check().unwrap_err().contains("-ms 2"));
     }
 
     #[test]

@@ -13,6 +13,8 @@ pub enum Pacing {
     RunAhead,
     /// Every step is waited for before the next is submitted.
     Sync,
+    /// As `RunAhead`, with the host model's time on the issuing thread.
+    Modelled,
 }
 
 impl Pacing {
@@ -20,7 +22,13 @@ impl Pacing {
         match self {
             Pacing::RunAhead => "run_ahead",
             Pacing::Sync => "sync",
+            Pacing::Modelled => "modelled",
         }
+    }
+
+    /// Whether a step is submitted while the one before it runs.
+    pub fn runs_ahead(self) -> bool {
+        self != Pacing::Sync
     }
 }
 
@@ -38,6 +46,8 @@ pub struct StepRecord {
     pub pacing: Pacing,
     pub submit_ms: f64,
     pub wait_ms: f64,
+    /// Spun for the host model.
+    pub modelled_ms: f64,
     pub device_span_ms: Option<f64>,
     /// Since the step before was seen to be done, or since submission when none was in flight.
     pub wall_ms: f64,
@@ -80,6 +90,12 @@ pub struct ArmResult {
     pub step_time_ms_sync: Option<f64>,
     pub host_submit_ms_sync: Option<f64>,
     pub device_span_ms_sync: Option<f64>,
+    /// Under the host model: wall time of a step, and the host's time of issuing it, all of it.
+    pub step_time_ms_modelled: Option<f64>,
+    pub host_ms_modelled: Option<f64>,
+    pub steps_modelled: usize,
+    /// Share of the steady steps that were far longer than the shortest (5th percentile); `None` where times mean nothing.
+    pub disturbed_fraction: Option<f64>,
     pub device_busy_ms: Option<f64>,
     /// Why `device_busy_ms` is empty.
     pub busy_note: Option<String>,
@@ -184,6 +200,12 @@ pub struct Outcome {
     pub speedup_cycles: Option<f64>,
     /// The same ratio where every step is synchronised.
     pub speedup_sync: Option<f64>,
+    /// The same ratio under the host model, its interval, and the pairs behind it.
+    pub speedup_modelled: Option<f64>,
+    pub speedup_modelled_ci95: Option<(f64, f64)>,
+    pub pairs_modelled: usize,
+    /// Device memory that the run held when timing ended, by the driver's figures: both arms and graphs.
+    pub memory_used_mib: Option<f64>,
     /// Pairs of blocks behind `speedup`.
     pub pairs: usize,
     pub verdict: Option<Verdict>,
@@ -208,6 +230,13 @@ impl Outcome {
             if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {
                 found.push(format!("{} arm not steady: {reason}", arm.arm));
             }
+            if let Some(share) = arm.disturbed_fraction.filter(|s| *s > MAX_DISTURBED) {
+                found.push(format!(
+                    "{:.0} % of the {} arm's steps were far longer than the shortest: something else used the GPU",
+                    share * 100.0,
+                    arm.arm
+                ));
+            }
             if let Some(others) = arm.health.other_processes_max.filter(|n| *n > 0) {
                 found.push(format!("{others} other process(es) computed on this GPU in the {} arm", arm.arm));
             }
@@ -219,6 +248,12 @@ impl Outcome {
         found
     }
 }
+
+/// A step this much longer than its arm's 5th percentile did not run alone: ten times the margin, and far above what
+/// clocks do from one step to the next.
+pub(super) const FAR_LONGER: f64 = 1.1;
+/// More such steps than this are no hiccup: the machine is shared.
+pub(super) const MAX_DISTURBED: f64 = 0.05;
 
 /// Folds the health of one side's blocks.
 pub(super) fn summarise_health<'a>(blocks: impl Iterator<Item = &'a Health>) -> HealthSummary {

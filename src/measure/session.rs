@@ -2,7 +2,8 @@
 
 use super::outcome::{BlockRecord, Failure, Pacing, StepRecord};
 use super::{Hooks, stats};
-use crate::device::{Arm, DeviceError, Executor, Finished, Phase, Submitted};
+use crate::device::host::HostCosts;
+use crate::device::{Arm, DeviceError, Executor, Finished, Health, Phase, Submitted};
 use std::sync::atomic::Ordering;
 
 /// Why a measurement does not go on.
@@ -37,7 +38,7 @@ pub(super) enum Purpose {
 }
 
 /// A step in flight.
-struct Flight {
+pub(super) struct Flight {
     submitted: Submitted,
     arm: Arm,
     side: usize,
@@ -61,6 +62,10 @@ pub(super) struct Session<'a> {
     host_bound: [Option<bool>; 2],
     /// Timed run-ahead blocks of each side in which the queue never filled although the device is the limit.
     pub unfilled: [usize; 2],
+    /// Spun on the device at the end of each step of side 1, in milliseconds.
+    pub spin_ms: f64,
+    /// Whether the card is read once a block.
+    samplers: bool,
     /// Graphs may exist: they are destroyed on every path, panics too.
     pub graphs: bool,
 }
@@ -75,7 +80,7 @@ impl Drop for Session<'_> {
 }
 
 impl<'a> Session<'a> {
-    pub fn new(executor: &'a mut dyn Executor, hooks: Hooks<'a>) -> Self {
+    pub fn new(executor: &'a mut dyn Executor, hooks: Hooks<'a>, samplers: bool) -> Self {
         Self {
             executor,
             hooks,
@@ -86,8 +91,20 @@ impl<'a> Session<'a> {
             phase: None,
             host_bound: [None; 2],
             unfilled: [0; 2],
+            spin_ms: 0.0,
+            samplers,
             graphs: false,
         }
+    }
+
+    /// Issuing takes the host model's time from now on, or no longer.
+    pub fn model(&mut self, costs: Option<HostCosts>) -> Result<(), Stop> {
+        self.host_bound = [None; 2];
+        Ok(self.executor.set_host_costs(costs)?)
+    }
+
+    fn sample(&mut self) -> Health {
+        if self.samplers { self.executor.health() } else { Health::default() }
     }
 
     /// Destroys the graphs and hands the last steps to the sink.
@@ -128,6 +145,9 @@ impl<'a> Session<'a> {
         pacing: Pacing,
     ) -> Result<Flight, Stop> {
         self.enter(phase);
+        if self.spin_ms > 0.0 {
+            self.executor.set_device_spin_ms(if side == 1 { self.spin_ms } else { 0.0 })?;
+        }
         let submitted = self.executor.submit(arm)?;
         Ok(Flight { submitted, arm, side, block, phase, pacing })
     }
@@ -147,6 +167,7 @@ impl<'a> Session<'a> {
             pacing: flight.pacing,
             submit_ms: flight.submitted.submit_ms,
             wait_ms: flight.submitted.wait_ms,
+            modelled_ms: flight.submitted.modelled_ms,
             device_span_ms: done.device_span_ms,
             wall_ms: done.done_at_ms - since_ms,
             loss: done.loss,
@@ -162,6 +183,31 @@ impl<'a> Session<'a> {
         let since = self.executor.now_ms();
         let flight = self.submit(side, arm, None, phase, Pacing::Sync)?;
         Ok(self.finish(flight, since)?.0)
+    }
+
+    /// A block of steps that all count, for a `-ms` too short for the steps around them: there is no step to run
+    /// ahead of, so each is waited for.
+    pub fn lone_steps(&mut self, side: usize, arm: Arm, steps: usize, pacing: Pacing) -> Result<(), Stop> {
+        let number = self.blocks_begun;
+        self.blocks_begun += 1;
+        let first = self.steps.len();
+        for _ in 0..steps {
+            self.check_interrupt()?;
+            let since = self.executor.now_ms();
+            let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing)?;
+            self.finish(flight, since)?;
+        }
+        let health = self.sample();
+        let walls: Vec<f64> = self.steps[first..].iter().map(|s| s.wall_ms).collect();
+        self.blocks.push(BlockRecord {
+            side,
+            pacing,
+            wall_ms_median: stats::median(&walls).unwrap_or(f64::NAN),
+            half_change: None,
+            steady_steps: walls.len(),
+            health,
+        });
+        self.flush()
     }
 
     /// One block of `timed` steps that count, between steps that do not. With run-ahead:
@@ -185,12 +231,13 @@ impl<'a> Session<'a> {
         self.blocks_begun += 1;
         let first = self.steps.len();
         let start = self.executor.now_ms();
-        let total = timed + if pacing == Pacing::RunAhead { 2 } else { 1 };
-        let fill = pacing == Pacing::RunAhead && self.host_bound[side] != Some(true);
+        let total = timed + if pacing.runs_ahead() { 2 } else { 1 };
+        let fill = pacing.runs_ahead() && self.host_bound[side] != Some(true);
         let mut since = start;
         let mut ahead: Option<Flight> = None;
         let mut full = false;
         let mut began_full = !fill;
+        let mut first_steady = true;
         for i in 0..total {
             if let Err(stop) = self.check_interrupt() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
@@ -209,16 +256,14 @@ impl<'a> Session<'a> {
                 since = self.executor.now_ms();
             }
             let flight = self.submit(side, arm, Some(number), phase, pacing)?;
-            let due = match pacing {
-                Pacing::Sync => Some(flight),
-                Pacing::RunAhead => ahead.replace(flight),
-            };
+            let due = if pacing.runs_ahead() { ahead.replace(flight) } else { Some(flight) };
             if let Some(mut due) = due {
                 // With run-ahead this is step i - 1.
                 let filling = fill && !full && i > 1 && i - 1 <= timed / 2;
                 if due.phase == Phase::Steady && filling {
                     due.phase = Phase::Switch;
-                } else if due.phase == Phase::Steady {
+                } else if due.phase == Phase::Steady && std::mem::take(&mut first_steady) {
+                    // Only the first says so: one that fills up later has counted steps that were seen late.
                     began_full |= full;
                 }
                 let (done, blocked) = self.finish(due, since)?;
@@ -226,7 +271,7 @@ impl<'a> Session<'a> {
                 full |= blocked;
             }
         }
-        let health = self.executor.health();
+        let health = self.sample();
         if let Some(last) = ahead {
             let submitted = self.executor.now_ms();
             since = self.finish(last, since)?.0.done_at_ms;
@@ -258,7 +303,80 @@ impl<'a> Session<'a> {
         self.flush()?;
         Ok(wall_ms_median)
     }
+
+    /// Blocks of one timed step of one arm, one after the other, after a first step that does not count; see
+    /// [`super::long`]. `drain`: a last step that does not count runs ahead of the last timed one; otherwise that
+    /// one is left in flight in `carry`, for the next run's first step to run ahead of.
+    pub fn run_of_blocks(
+        &mut self,
+        carry: &mut Carry,
+        side: usize,
+        arm: Arm,
+        blocks: usize,
+        pacing: Pacing,
+        drain: bool,
+    ) -> Result<(), Stop> {
+        let start = self.executor.now_ms();
+        let mut full = false;
+        for i in 0..1 + blocks + usize::from(drain) {
+            if let Err(stop) = self.check_interrupt() {
+                self.finish_carry(carry)?;
+                return Err(stop);
+            }
+            let phase = if (1..=blocks).contains(&i) { Phase::Steady } else { Phase::Switch };
+            let number = self.blocks_begun + i.clamp(1, blocks) - 1;
+            let begun = self.executor.now_ms();
+            let flight = self.submit(side, arm, Some(number), phase, pacing)?;
+            let since = match carry.take() {
+                Some((due, since)) => {
+                    let (done_at_ms, blocked) = self.finish_block_of_one(due, since)?;
+                    full |= blocked;
+                    done_at_ms
+                }
+                None => begun,
+            };
+            *carry = Some((flight, since));
+        }
+        self.blocks_begun += blocks;
+        if let Some((last, since)) = carry.take_if(|_| drain) {
+            let submitted = self.executor.now_ms();
+            let done_at_ms = self.finish_block_of_one(last, since)?.0;
+            // As in `block`: neither did a wait block nor is the host the limit.
+            let host_bound = (done_at_ms - submitted) / (done_at_ms - start) < NO_TAIL;
+            if pacing == Pacing::RunAhead && !full && !host_bound {
+                self.unfilled[side] += blocks;
+            }
+        }
+        self.flush()
+    }
+
+    /// Waits for what a run left in flight.
+    pub fn finish_carry(&mut self, carry: &mut Carry) -> Result<(), Stop> {
+        if let Some((due, since)) = carry.take() {
+            self.finish_block_of_one(due, since)?;
+        }
+        self.flush()
+    }
+
+    /// Waits for a step that is a block of its own if it is steady. Returns when it was done, and whether the wait
+    /// blocked.
+    fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<(f64, bool), Stop> {
+        let (side, pacing, steady) = (due.side, due.pacing, due.phase == Phase::Steady);
+        let health = if steady { self.sample() } else { Health::default() };
+        let (done, blocked) = self.finish(due, since_ms)?;
+        let done_at_ms = done.done_at_ms;
+        if steady {
+            let wall_ms_median = done_at_ms - since_ms;
+            let block =
+                BlockRecord { side, pacing, wall_ms_median, half_change: None, steady_steps: 1, health };
+            self.blocks.push(block);
+        }
+        Ok((done_at_ms, blocked))
+    }
 }
+
+/// A step in flight and when its wall time began.
+pub(super) type Carry = Option<(Flight, f64)>;
 
 /// A step whose result must not be used ends the run.
 fn check_result(done: &Finished, arm: Arm, index: usize) -> Result<(), DeviceError> {

@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::device::Health;
-use crate::device::fake::{Call, FakeExecutor, Fault, FaultKind, Injected, Noise, Script, Times};
+use crate::device::fake::{Call, FakeExecutor, Injected, Noise, Script, Times};
+use crate::device::host::{ArmCosts, HostCosts};
+use crate::device::inject::{Inject, Kind as Fault};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -204,20 +206,20 @@ fn every_fault_has_its_exit_code_and_leaves_no_graph() {
     for phase in phases {
         let capturing = matches!(phase, Phase::Capture | Phase::Instantiate | Phase::Upload);
         for (kind, code) in [
-            (FaultKind::Driver, if capturing { 4 } else { 1 }),
-            (FaultKind::OutOfMemory, 5),
-            (FaultKind::NotFinite, 1),
-            (FaultKind::RowOverflow, 1),
-            (FaultKind::WrongResult, 6),
+            (Fault::DriverError, if capturing { 4 } else { 1 }),
+            (Fault::OutOfMemory, 5),
+            (Fault::NotFinite, 1),
+            (Fault::RowOverflow, 1),
+            (Fault::WrongResult, 6),
         ] {
-            let shows_in_results = matches!(kind, FaultKind::NotFinite | FaultKind::RowOverflow);
+            let shows_in_results = matches!(kind, Fault::NotFinite | Fault::RowOverflow);
             let after_the_proof = matches!(phase, Phase::Switch | Phase::Steady);
-            if (capturing && shows_in_results) || (after_the_proof && kind == FaultKind::WrongResult) {
+            if (capturing && shows_in_results) || (after_the_proof && kind == Fault::WrongResult) {
                 continue;
             }
             let fake = FakeExecutor::script().build();
             let calls = fake.calls();
-            let mut executor = Injected::new(fake, Fault { phase, kind, nth: 0 });
+            let mut executor = Injected::new(fake, Inject::new(phase, kind, 1));
             let outcome = measure_on(&mut executor, &quick());
             assert_eq!(outcome.status.exit_code(), code, "{phase} {kind:?}");
             assert_eq!((outcome.speedup, outcome.verdict), (None, None), "{phase} {kind:?}");
@@ -287,19 +289,52 @@ fn a_full_disk_ends_the_run() {
 
 #[test]
 fn max_steps_counts_every_step_of_an_arm() {
-    for n in [8, 9, 20, 50, 333] {
+    for n in [5, 6, 7, 8, 9, 20, 50, 333] {
         let options = Options { max_steps: Some(n), ..Options::default() };
         let outcome = measure_script(FakeExecutor::script(), &options);
         for side in 0..2 {
             assert_eq!(outcome.steps.iter().filter(|s| s.side == side).count(), n, "-ms {n}");
         }
+        assert!(outcome.arms.iter().all(|a| a.steps_steady > 0 && a.step_time_ms.is_some()), "-ms {n}");
         assert_eq!(outcome.stopped, Some(Stopped::MaxSteps));
         assert_eq!(outcome.speedup_ci95.is_some(), n >= 50, "-ms {n}: {} pairs", outcome.pairs);
         assert_eq!(outcome.verdict == Some(Verdict::Undecided), n < 50);
     }
     let outcome =
-        measure_script(FakeExecutor::script(), &Options { max_steps: Some(5), ..Options::default() });
+        measure_script(FakeExecutor::script(), &Options { max_steps: Some(4), ..Options::default() });
     assert_eq!(outcome.status.exit_code(), 1);
+}
+
+#[test]
+fn the_shortest_run_has_one_steady_step() {
+    let outcome =
+        measure_script(FakeExecutor::script(), &Options { max_steps: Some(5), ..Options::default() });
+    let phases = |side| outcome.steps.iter().filter(|s| s.side == side).map(|s| s.phase).collect::<Vec<_>>();
+    let warmup = [Phase::Warmup; 3];
+    assert_eq!(phases(1), [&warmup[..], &[Phase::FirstReplay, Phase::Steady]].concat());
+    assert_eq!((outcome.speedup_ci95, outcome.verdict), (None, Some(Verdict::Undecided)));
+    assert!(outcome.notices.iter().any(|n| n.contains("waited for")), "{:?}", outcome.notices);
+}
+
+#[test]
+fn the_shortest_run_under_a_host_model_has_one_modelled_step_too() {
+    let script = FakeExecutor::script().eager(Times::new(10.0)).graph(Times::new(8.0));
+    let options =
+        Options { max_steps: Some(5), host_costs: Some(host_costs(24.0, 2.0)), ..Options::default() };
+    let outcome = measure_script(script, &options);
+    assert_eq!(outcome.status.exit_code(), 0, "{:?}", outcome.status);
+    assert_eq!(
+        outcome.arms.iter().map(|a| (a.steps_steady, a.steps_modelled)).collect::<Vec<_>>(),
+        [(1, 1); 2]
+    );
+    for (arm, [bare, modelled]) in outcome.arms.iter().zip([[10.0, 24.0], [8.0, 8.0]]) {
+        assert!((arm.step_time_ms.unwrap() - bare).abs() < 1e-9, "{:?}", arm.step_time_ms);
+        assert!(
+            (arm.step_time_ms_modelled.unwrap() - modelled).abs() < 1e-9,
+            "{:?}",
+            arm.step_time_ms_modelled
+        );
+    }
 }
 
 #[test]
@@ -400,7 +435,7 @@ fn rates(runs: u64, ratio: f64, noise: impl Fn(u64) -> Noise) -> ([usize; 4], us
 
 #[test]
 fn equal_arms_are_not_told_apart() {
-    const RUNS: u64 = 100;
+    const RUNS: u64 = 200;
     let kinds: [Kind; 3] = [
         ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
         ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
@@ -408,10 +443,148 @@ fn equal_arms_are_not_told_apart() {
     ];
     for (name, noise) in kinds {
         let ([faster, slower, equivalent, _], hits) = rates(RUNS, 1.0, noise);
-        assert!(faster + slower <= 1, "{name}: {faster} faster, {slower} slower");
-        assert!(equivalent >= 90, "{name}: {equivalent} equivalent");
-        assert!(hits >= 88, "{name}: the interval holds the truth {hits} times");
+        assert!(faster + slower <= 2, "{name}: {faster} faster, {slower} slower");
+        assert!(equivalent >= 180, "{name}: {equivalent} equivalent");
+        assert!(hits >= 180, "{name}: the interval holds the truth {hits} times");
     }
+}
+
+/// Host costs by arm, for the fake device, which asks for no more than a step's sum.
+fn host_costs(eager_ms: f64, graph_ms: f64) -> HostCosts {
+    let arm = |step_ms| ArmCosts { step_ms, ..ArmCosts::default() };
+    HostCosts { eager: arm(eager_ms), graph: Some(arm(graph_ms)) }
+}
+
+#[test]
+fn the_host_model_has_blocks_of_its_own_and_leaves_the_bare_figures_alone() {
+    let script = || FakeExecutor::script().eager(Times::new(10.0)).graph(Times::new(8.0));
+    let bare = measure_script(script(), &quick());
+    let options = Options { host_costs: Some(host_costs(24.0, 2.0)), ..Options::default() };
+    let mut executor = script().build();
+    let outcome = measure_on(&mut executor, &options);
+    let [eager, graph] = &outcome.arms[..] else { panic!("two arms") };
+    let near = |value: Option<f64>, expected: f64| (value.unwrap() - expected).abs() < 1e-9;
+    // The host takes 24 ms for 10 ms of device work: it is the limit. 2 ms hide behind 8.
+    assert!(near(eager.step_time_ms_modelled, 24.0) && near(graph.step_time_ms_modelled, 8.0));
+    assert!(near(eager.host_ms_modelled, 24.0) && near(graph.host_ms_modelled, 2.0));
+    assert!(near(outcome.speedup_modelled, 3.0));
+    let (low, high) = outcome.speedup_modelled_ci95.unwrap();
+    assert!(low <= 3.0 && 3.0 <= high + 1e-9 && outcome.pairs_modelled >= 20);
+    // Neither the bare figures nor their verdict know of it.
+    assert!(near(outcome.speedup, bare.speedup.unwrap()) && near(eager.step_time_ms, 10.0));
+    assert_eq!(outcome.verdict, bare.verdict);
+    assert_eq!((bare.speedup_modelled, bare.pairs_modelled), (None, 0));
+    let submit: Vec<f64> =
+        outcome.steps.iter().filter(|s| s.pacing == Pacing::Modelled).map(|s| s.submit_ms).collect();
+    assert!(submit.iter().all(|ms| (ms - 0.1).abs() < 1e-9), "what was spun is no host submit");
+    let order: Vec<usize> =
+        outcome.blocks.iter().filter(|b| b.pacing == Pacing::Modelled).map(|b| b.side).collect();
+    assert!(order.chunks_exact(4).all(|quad| quad == [0, 1, 1, 0]));
+    // Afterwards the executor is bare again.
+    assert!(measure_on(&mut executor, &quick()).steps.iter().all(|s| s.modelled_ms == 0.0));
+    // -ms: as many steps again.
+    let options = Options { max_steps: Some(50), ..options };
+    let outcome = measure_script(script(), &options);
+    assert!(near(outcome.speedup_modelled, 3.0) && outcome.speedup_modelled_ci95.is_some());
+}
+
+#[test]
+fn long_steps_get_their_pairs() {
+    // (eager, graph, submit of eager) in ms, pairs at least: 18 s in all cases, 20 at most.
+    // The third is limited by its host.
+    for (eager_ms, graph_ms, submit_ms, least) in
+        [(600.0, 600.0, 30.0, 10), (800.0, 800.0, 30.0, 8), (600.0, 560.0, 600.0, 8), (700.0, 120.0, 30.0, 8)]
+    {
+        let script = FakeExecutor::script()
+            .eager(Times::new(if submit_ms < eager_ms { eager_ms } else { 300.0 }).submit_ms(submit_ms))
+            .graph(Times::new(graph_ms));
+        let outcome = measure_script(script, &Options::default());
+        assert!(outcome.notices.is_empty(), "{:?}", outcome.notices);
+        let timed: f64 = outcome.steps.iter().filter(|s| s.block.is_some()).map(|s| s.wall_ms).sum();
+        assert!(timed <= 20_000.0, "{eager_ms} {graph_ms}: {timed}");
+        assert!(outcome.pairs >= least, "{eager_ms} {graph_ms} {submit_ms}: {} pairs", outcome.pairs);
+        assert!((outcome.speedup.unwrap() - eager_ms / graph_ms).abs() < 1e-9);
+        assert_ne!(outcome.verdict, Some(Verdict::Undecided));
+        let order = run_ahead_blocks(&outcome);
+        assert!(order.chunks_exact(4).all(|quad| quad == [0, 1, 1, 0]), "{order:?}");
+        // A step after a change of arm is never counted.
+        let timed: Vec<_> = outcome.steps.iter().filter(|s| s.block.is_some()).collect();
+        for two in timed.windows(2).filter(|w| w[0].side != w[1].side) {
+            assert_eq!(two[1].phase, Phase::Switch);
+        }
+    }
+}
+
+#[test]
+fn long_steps_with_a_queue_that_does_not_fill_are_told() {
+    let script = FakeExecutor::script().eager(Times::new(600.0).submit_ms(590.0)).graph(Times::new(560.0));
+    let outcome = measure_script(script, &Options::default());
+    assert!(outcome.notices.iter().any(|n| n.contains("launch queue")), "{:?}", outcome.notices);
+}
+
+#[test]
+fn long_noisy_steps_are_judged_as_fairly() {
+    let (mut wrong, mut hits) = (0, 0);
+    for seed in 0..200 {
+        let own = |side: u64| Noise::seeded(seed * 31 + side + 1000).white(0.003);
+        let script = FakeExecutor::script()
+            .eager(Times::new(500.0).noise(own(1)))
+            .graph(Times::new(500.0).noise(own(2)))
+            .noise(Noise::seeded(seed).autocorrelated(0.005, 0.5))
+            .without_log();
+        let outcome = measure_script(script, &Options { busy: false, ..Options::default() });
+        wrong += usize::from(matches!(outcome.verdict, Some(Verdict::Faster | Verdict::Slower)));
+        let (low, high) = outcome.speedup_ci95.unwrap();
+        hits += usize::from(low <= 1.0 && 1.0 <= high);
+    }
+    assert!(wrong <= 2 && hits >= 180, "{wrong} wrong, {hits} of 200 intervals hold the truth");
+}
+
+#[test]
+fn the_length_of_blocks_does_not_move_the_result() {
+    let with = |block_steps| {
+        let noise = Noise::seeded(11).autocorrelated(0.003, 0.8);
+        let options = Options { block_steps: Some(block_steps), ..Options::default() };
+        let script = FakeExecutor::script().eager(Times::new(2.04)).graph(Times::new(2.0)).noise(noise);
+        measure_script(script.without_log(), &options)
+    };
+    let (short, long) = (with(10), with(100));
+    assert!(short.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 10));
+    assert!(long.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 100));
+    assert!((short.speedup.unwrap() / long.speedup.unwrap() - 1.0).abs() < 0.005);
+    assert_eq!((short.verdict, long.verdict), (Some(Verdict::Faster), Some(Verdict::Faster)));
+}
+
+#[test]
+fn a_neighbour_shows_in_the_times() {
+    // Stretches of steps take half as long again, in both arms: the ratio holds, the machine is not ours.
+    let noise = |seed| Noise::seeded(seed).white(0.001).modes(0.4, 0.2);
+    let outcome = measure_script(FakeExecutor::script().noise(noise(4)), &quick());
+    let share = outcome.arms[0].disturbed_fraction.unwrap();
+    assert!(share > 0.05, "{share}");
+    assert!(outcome.notices.iter().any(|n| n.contains("something else used this GPU")));
+    assert!(outcome.disturbances().iter().any(|n| n.contains("something else used the GPU")));
+    let quiet = measure_script(FakeExecutor::script().noise(Noise::seeded(4).white(0.005)), &quick());
+    assert_eq!(quiet.arms[0].disturbed_fraction, Some(0.0));
+}
+
+#[test]
+fn a_device_that_spins_two_percent_longer_is_found() {
+    for arm in [Arm::Eager, Arm::Graph] {
+        let noise = Noise::seeded(8).white(0.003);
+        let options = Options { aa: Some(arm), device_spin: 0.02, ..Options::default() };
+        let outcome = measure_script(FakeExecutor::script().noise(noise), &options);
+        assert_eq!(outcome.verdict, Some(Verdict::Slower));
+        assert!((outcome.speedup.unwrap() * 1.02 - 1.0).abs() < 0.004, "{:?}", outcome.speedup);
+    }
+}
+
+#[test]
+fn without_samplers_nothing_is_read() {
+    let health = Health { sm_clock_mhz: Some(1500.0), ..Health::default() };
+    let script = FakeExecutor::script().health(health);
+    let outcome = measure_script(script, &Options { samplers: false, ..quick() });
+    assert_eq!(outcome.arms[0].health.sm_clock_mhz_median, None);
 }
 
 #[test]
@@ -438,6 +611,12 @@ fn rates_over_a_thousand_runs() {
             println!(
                 "{name} x{ratio}: faster, slower, equivalent, undecided {counts:?}; coverage {hits}/1000"
             );
+            let [faster, slower, equivalent, _] = counts;
+            let right = if ratio == 1.0 { equivalent } else { faster };
+            let wrong = if ratio == 1.0 { faster + slower } else { slower };
+            assert!(wrong <= 10 && right >= 950, "{name} x{ratio}");
+            // 93 to 97 % is the aim; two modes of 2 % give intervals that are a little too wide.
+            assert!((930..=980).contains(&hits), "{name} x{ratio}: {hits}");
         }
     }
 }
@@ -454,8 +633,10 @@ proptest! {
         graph_ms in 0.2f64..400.0,
         submit_ms in 0.01f64..30.0,
         max_time_s in 0.05f64..6.0,
+        host in prop::option::of(0.1f64..500.0),
     ) {
-        let options = Options { warmup_steps, max_steps, max_time_s, ..Options::default() };
+        let host_costs = host.map(|ms| host_costs(ms, ms / 2.0));
+        let options = Options { warmup_steps, max_steps, max_time_s, host_costs, ..Options::default() };
         let script = FakeExecutor::script()
             .eager(Times::new(eager_ms).submit_ms(submit_ms))
             .graph(Times::new(graph_ms))
@@ -469,7 +650,7 @@ proptest! {
             prop_assert!(high < expected * (1.0 + 1e-6), "{high} for {expected}");
             prop_assert!(low > expected * (1.0 - 1e-6) || told && low > expected / 2.0, "{low} for {expected}");
             let steady = outcome.steps.iter().filter(|s| s.side == arm.side && s.phase == Phase::Steady);
-            prop_assert_eq!(steady.count(), arm.steps_steady + arm.steps_sync);
+            prop_assert_eq!(steady.count(), arm.steps_steady + arm.steps_sync + arm.steps_modelled);
         }
         let first = outcome.steps.iter().filter(|s| s.phase == Phase::FirstReplay).count();
         prop_assert_eq!(first, 1);

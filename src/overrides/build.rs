@@ -3,7 +3,7 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Model, Moe, Optimizer, Recompute,
+    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Mamba, Model, Moe, Optimizer, Recompute,
     RunConfig, ScoreFunction,
 };
 use crate::ops::rope::RopeScaling;
@@ -170,14 +170,32 @@ fn model(e: &Effective) -> Model {
         add_qkv_bias: v.on("model.add_qkv_bias"),
         add_bias_linear: v.on("model.add_bias_linear"),
         rotary_base: v.float("model.rotary_base").unwrap_or(10000.0),
-        rotary_percent: v.float("model.rotary_percent").unwrap_or(1.0),
+        // Hybrids have no position embedding: attention then rotates nothing.
+        rotary_percent: match v.text("model.position_embedding_type") {
+            Some("none") => 0.0,
+            _ => v.float("model.rotary_percent").unwrap_or(1.0),
+        },
         rope_scaling: rope_scaling(v),
         tied_embeddings: v.on("model.share_embeddings_and_output_weights"),
         init_method_std: v.float("model.init_method_std").unwrap_or(0.02),
         attention_dropout: v.float("model.attention_dropout").unwrap_or(0.0),
         hidden_dropout: v.float("model.hidden_dropout").unwrap_or(0.0),
         moe: e.moe().then(|| moe(e)),
+        mamba: e.layers.contains(&crate::config::LayerKind::Mamba).then(|| mamba(e)),
         mtp_num_layers: size(e, "model.mtp_num_layers"),
+    }
+}
+
+/// The chunk is a choice of the implementation; upstream's default is 128 too.
+fn mamba(e: &Effective) -> Mamba {
+    const CHUNK: usize = 128;
+    let chunk = size(e, "model.mamba_chunk_size");
+    Mamba {
+        num_heads: size(e, "model.mamba_num_heads"),
+        head_dim: size(e, "model.mamba_head_dim"),
+        state_dim: size(e, "model.mamba_state_dim"),
+        num_groups: size(e, "model.mamba_num_groups").max(1),
+        chunk_size: if chunk == 0 { CHUNK } else { chunk },
     }
 }
 

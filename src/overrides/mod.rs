@@ -43,7 +43,7 @@ pub enum UsageError {
     #[error(transparent)]
     Share(#[from] ShareError),
     /// The configuration is legal, but there is no code for it: a dry run passes, a run does not.
-    #[error("{recipe} cannot be run yet:\n  {}", reasons.join("\n  "))]
+    #[error("{recipe} cannot be run yet: {}; --dryrun explains it", reasons.join("; "))]
     NotBuilt { recipe: String, reasons: Vec<String> },
 }
 
@@ -86,6 +86,19 @@ impl Resolved {
     }
 }
 
+/// The recipe that a command line asks for.
+pub fn selector(args: &Args) -> Selector {
+    Selector {
+        family: args.general.model_family_name.clone(),
+        recipe: args.general.model_recipe_name.clone(),
+        gpu: args.performance.gpu.clone(),
+        dtype: args.performance.compute_dtype.clone(),
+        task: args.training.task.clone(),
+        variant: args.variant.config_variant.clone(),
+        num_gpus: args.general.num_gpus.and_then(|n| usize::try_from(n).ok()),
+    }
+}
+
 /// Resolves a command line. `env` reads an environment variable.
 ///
 /// # Errors
@@ -95,15 +108,7 @@ pub fn resolve(
     catalogue: &Catalogue,
     env: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Resolved, UsageError> {
-    let recipe = catalogue.select(&Selector {
-        family: args.general.model_family_name.clone(),
-        recipe: args.general.model_recipe_name.clone(),
-        gpu: args.performance.gpu.clone(),
-        dtype: args.performance.compute_dtype.clone(),
-        task: args.training.task.clone(),
-        variant: args.variant.config_variant.clone(),
-        num_gpus: args.general.num_gpus.and_then(|n| usize::try_from(n).ok()),
-    })?;
+    let recipe = catalogue.select(&selector(args))?;
     let mut notices = Vec::new();
     let mut values = Values(recipe.values.clone());
     let mut explicit = BTreeSet::new();

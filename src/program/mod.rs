@@ -69,6 +69,10 @@ pub enum Init {
     Const {
         value: f64,
     },
+    /// These values, one an element (small parameters with a rule of their own).
+    Values {
+        values: Vec<f64>,
+    },
     /// A view that adds nothing: its bytes are what the buffers below it say.
     Inherit,
     /// Filled with a poison pattern (NaN bytes), to be written before it is read.

@@ -201,7 +201,12 @@ fn json_files(dir: &Path) -> Result<Vec<PathBuf>, RecipeError> {
             files.push(path);
         }
     }
-    files.retain(|p| p.extension().is_some_and(|e| e == "json"));
+    // Plain files alone: a pipe would be waited for, a device read without end.
+    files.retain(|p| p.extension().is_some_and(|e| e == "json") && p.is_file());
+    if files.is_empty() {
+        let reason = std::io::Error::other("there is no .json file, directly or one folder down");
+        return Err(RecipeError::Unreadable { path: dir.to_owned(), reason });
+    }
     files.sort();
     Ok(files)
 }

@@ -6,6 +6,7 @@
 
 mod derived;
 mod file;
+mod parameters;
 mod print;
 mod select;
 
@@ -16,7 +17,8 @@ use serde_json::Value;
 use thiserror::Error;
 
 pub use derived::{LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
-pub use print::{print_list, print_show};
+pub use parameters::{Parameters, graphable, parameters};
+pub use print::{ShowError, print_list, print_show};
 pub use select::Selector;
 
 /// Values by dotted key. Every key is in [`crate::keys::KEYS`], every value has its key's type.

@@ -4,7 +4,9 @@ use std::io::{self, Write};
 
 use serde_json::{Value, json};
 
-use super::{Catalogue, Recipe, RecipeError, issue_meaning};
+use super::{
+    Catalogue, Parameters, Recipe, RecipeError, Values, graphable, issue_meaning, layer_kinds, parameters,
+};
 use crate::keys::nearest;
 use crate::workloads::share::{RankShare, ShareInput};
 
@@ -88,6 +90,7 @@ pub fn print_show(catalogue: &Catalogue, name: &str, out: &mut dyn Write) -> Res
         if let Some([total, active]) = model.params_b {
             writeln!(out, "  {total} billion parameters, {active} active")?;
         }
+        write_counts(&model.architecture, out)?;
         writeln!(out, "  from {}", model.source.display())?;
         for doubt in &model.uncertain {
             writeln!(out, "  uncertain: {doubt}")?;
@@ -124,10 +127,33 @@ fn show_recipe(catalogue: &Catalogue, recipe: &Recipe, out: &mut dyn Write) -> R
     write_values(recipe.values.iter().filter(|(k, v)| inherited(k, v)), out)?;
     writeln!(out, "\nsettings")?;
     write_values(recipe.values.iter().filter(|(k, v)| !inherited(k, v)), out)?;
+    writeln!(out, "\nsize")?;
+    write_counts(&recipe.values, out)?;
     show_share(recipe, out)?;
     writeln!(out, "\nenvironment (upstream's)")?;
     for (name, value) in &recipe.env {
         writeln!(out, "  {name}={value}")?;
+    }
+    Ok(())
+}
+
+/// Parameters as counted from the architecture, and how many layers each scope can capture.
+fn write_counts(values: &Values, out: &mut dyn Write) -> io::Result<()> {
+    match parameters(values) {
+        Some(Parameters { total, active }) => {
+            let billions = |n: u64| n as f64 / 1e9;
+            writeln!(
+                out,
+                "  counted: {:.2} billion parameters, {:.2} active",
+                billions(total),
+                billions(active)
+            )?;
+        }
+        None => writeln!(out, "  parameters are not counted: the model has a part without a formula")?,
+    }
+    if let Ok(kinds) = layer_kinds(values) {
+        let scopes = graphable(&kinds).into_iter().map(|(scope, layers)| format!("{scope} {layers}"));
+        writeln!(out, "  graphable layers by scope: {}", scopes.collect::<Vec<_>>().join(", "))?;
     }
     Ok(())
 }
@@ -152,6 +178,9 @@ fn show_share(recipe: &Recipe, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "  vocabulary rows {}", share.vocab)?;
     if share.experts > 0 {
         writeln!(out, "  experts {} of width {}", share.experts, share.expert_ffn)?;
+    }
+    if share.mamba_heads > 0 {
+        writeln!(out, "  Mamba heads {} in {} groups", share.mamba_heads, share.mamba_groups)?;
     }
     let batches = share.num_microbatches;
     writeln!(out, "  {} tokens a micro-batch, {batches} micro-batches a step, dp {}", share.tokens, share.dp)

@@ -1,6 +1,6 @@
 //! The choice of a recipe: family, model, GPU, dtype, task, variant, then GPU count.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Catalogue, Recipe, RecipeError};
 use crate::keys::nearest;
@@ -50,14 +50,7 @@ impl Catalogue {
             ("--task", &ask.task, |r| &r.task),
             ("-cv", variant, |r| r.variant.as_deref().unwrap_or("")),
         ];
-        let mut left: Vec<&Recipe> = self.recipes().iter().collect();
-        for (depth, (flag, asked, of)) in levels.iter().enumerate() {
-            let matching: Vec<&Recipe> = left.iter().copied().filter(|r| of(r) == *asked).collect();
-            if matching.is_empty() {
-                return Err(self.not_found(&levels[..depth], (flag, asked, *of), &left));
-            }
-            left = matching;
-        }
+        let left = self.narrow(&levels)?;
         let exact = |alias: bool| {
             let count = |r: &&&Recipe| Some(r.num_gpus) == ask.num_gpus && r.alias_of.is_some() == alias;
             left.iter().find(count).copied()
@@ -69,8 +62,45 @@ impl Catalogue {
         })
     }
 
+    /// Variants (`None`: a recipe without one) of what is asked for, its own `-cv` aside, each with its recipes.
+    ///
+    /// # Errors
+    /// [`RecipeError::NotFound`] as [`Catalogue::select`].
+    pub fn variants(&self, ask: &Selector) -> Result<BTreeMap<Option<String>, Vec<String>>, RecipeError> {
+        let (family, model) = (ask.family.to_lowercase(), ask.recipe.to_lowercase());
+        let left = self.narrow(&[
+            ("-m", &family, |r| &r.family),
+            ("-mr", &model, |r| &r.model),
+            ("-g", &ask.gpu, |r| &r.gpu),
+            ("-c", &ask.dtype, |r| &r.dtype),
+            ("--task", &ask.task, |r| &r.task),
+        ])?;
+        let mut variants: BTreeMap<Option<String>, Vec<String>> = BTreeMap::new();
+        for r in left {
+            variants.entry(r.variant.clone()).or_default().push(r.function.clone());
+        }
+        Ok(variants)
+    }
+
+    /// The recipes left after each level.
+    fn narrow(&self, levels: &[Level]) -> Result<Vec<&Recipe>, RecipeError> {
+        let mut left: Vec<&Recipe> = self.recipes().iter().collect();
+        for (depth, (flag, asked, of)) in levels.iter().enumerate() {
+            let matching: Vec<&Recipe> = left.iter().copied().filter(|r| of(r) == *asked).collect();
+            if matching.is_empty() {
+                return Err(self.not_found(&levels[..depth], (flag, asked, *of), &left));
+            }
+            left = matching;
+        }
+        Ok(left)
+    }
+
     fn not_found(&self, chosen: &[Level], (flag, asked, of): Level, left: &[&Recipe]) -> RecipeError {
-        let shown = |word: &str| if word.is_empty() { "(none)".to_owned() } else { word.to_owned() };
+        let shown = |word: &str| match word {
+            "" if asked.is_empty() => "(none)".to_owned(),
+            "" => format!("one without {flag}"),
+            _ => word.to_owned(),
+        };
         let available: BTreeSet<&str> = left.iter().map(|r| of(r)).collect();
         let mut context = String::new();
         for (i, (flag, word, _)) in chosen.iter().enumerate() {

@@ -136,18 +136,25 @@ macro_rules! columns {
 const MIB: f64 = 1_048_576.0;
 
 fn peak_mib(row: &Row) -> Option<f64> {
-    let arm = row.arm?;
-    Some(row.facts.peak_memory_mib_measured[arm.side.min(1)].unwrap_or(arm.planned_bytes as f64 / MIB))
+    Some(row.arm?.planned_bytes as f64 / MIB)
 }
 
 fn memory_source(row: &Row) -> Option<String> {
-    let arm = row.arm?;
-    let peak = if row.facts.peak_memory_mib_measured[arm.side.min(1)].is_some() { "driver" } else { "plan" };
+    row.arm?;
     let cost = row.graph().and_then(|o| o.graph_cost.as_ref()).map(|c| match c.memory_mib {
         Some(_) => "graphs: driver".to_string(),
         None => format!("graphs: not measured, {}", c.memory_note),
     });
-    Some(std::iter::once(format!("peak: {peak}")).chain(cost).collect::<Vec<_>>().join("; "))
+    Some(std::iter::once("peak: plan".to_string()).chain(cost).collect::<Vec<_>>().join("; "))
+}
+
+fn extrapolated(row: &Row) -> Option<crate::extrapolate::Extrapolated> {
+    row.facts.extrapolation.as_ref()?.arms[row.arm?.side.min(1)]
+}
+
+fn extrapolated_speedup(row: &Row) -> Option<(f64, f64)> {
+    row.compared()?;
+    row.facts.extrapolation.as_ref()?.speedup()
 }
 
 fn launch_bound(row: &Row) -> Option<f64> {
@@ -228,7 +235,7 @@ columns! {
     instantiate_ms Float r => graph_cost(r, |c| c.instantiate_ms), "One-off: instantiating them.";
     upload_ms Float r => graph_cost(r, |c| c.upload_ms), "One-off: uploading them.";
     first_replay_ms Float r => r.graph().and_then(|o| o.first_replay_ms), "Wall time of the first replayed step; in no statistic.";
-    peak_memory_mib Float r => peak_mib(r), "Device memory of the arm; `memory_source` says whether planned or measured.";
+    peak_memory_mib Float r => peak_mib(r), "Device memory of the arm as planned: weights, state, activations, workspaces; the arms share it. `memory_used_mib` is what the driver saw.";
     graph_memory_mib Float r => r.graph().and_then(|o| o.graph_cost.as_ref()?.memory_mib), "Device memory that capture, instantiation and upload took.";
     memory_source Text r => memory_source(r), "Where the two memory figures come from, or why one is empty.";
     tokens_per_s Float r => rate(r, r.facts.tokens_per_step.map(|t| t as f64)), "Tokens of this rank a second, at the median step time.";
@@ -237,12 +244,12 @@ columns! {
     speedup_ci95_low Float r => r.compared().and_then(|o| o.speedup_ci95.map(|c| c.0)), "Low end of the 95 % interval of the paired log-ratio; empty under eight pairs.";
     speedup_ci95_high Float r => r.compared().and_then(|o| o.speedup_ci95.map(|c| c.1)), "High end of it.";
     verdict Text r => r.compared().and_then(|o| o.verdict).map(|v| v.to_string()), "`faster`, `slower`, `equivalent` (interval inside the margin) or `undecided`.";
-    speedup_modelled Float r => r.compared().and(r.facts.speedup_modelled), "Speedup with the host model's time added to eager launches and replays.";
-    host_model Text r => r.facts.host_model.as_str(), "`bare` (this program's own host time), `pytorch` or a file.";
+    speedup_modelled Float r => r.compared().and_then(|o| o.speedup_modelled), "Speedup when issuing takes the host model's time, from blocks of their own; never in place of `speedup`.";
+    host_model Text r => r.facts.host_model.as_str(), "`bare` (this program's own host time), `pytorch`, or what the file calls itself.";
     break_even_steps Float r => r.compared().and_then(|o| o.break_even_steps), "Steps after which capture, instantiation and upload are earned back; empty unless the graph is faster.";
     digest_match Bool r => digest_match(r), "Whether losses and the bits of weights, moments and gradients were equal in both arms.";
     loss_last Float r => arm(r, |a| a.loss_last.map(f64::from)), "Loss of the arm's last step; empty for a share without a loss.";
-    attention_backend Text r => r.facts.attention_backend.clone(), "Kernels that computed attention.";
+    attention_backend Text r => r.facts.attention_backend.clone(), "Kernels that computed attention: `cudnn` and its version, `own`, both joined with `+`, or `reference` (CPU).";
     sm_clock_mhz_median Float r => arm(r, |a| a.health.sm_clock_mhz_median), "Median SM clock over the arm's blocks.";
     throttle_reasons Text r => arm(r, |a| a.health.throttle_reasons.as_ref().map(|t| if t.is_empty() { "none".to_string() } else { t.clone() })), "Reasons for which clocks were held back, joined with `+`; `none`: read, and there were none.";
     steady_reached Bool r => arm(r, |a| a.steady.reached), "Whether step times had no trend, across blocks and within them; empty under six blocks.";
@@ -280,6 +287,22 @@ columns! {
     equality_steps Int r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| e.steps), "Steps of each arm in the equality check.";
     digest Text r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| format!("{:016x}", e.digest)), "Hash over the bits of all buffers compared: repeats with seed and configuration.";
     grad_norm_last Float r => arm(r, |a| a.grad_norm_last.map(f64::from)), "Gradient norm of the last step, before clipping.";
+    speedup_modelled_ci95_low Float r => r.compared().and_then(|o| o.speedup_modelled_ci95.map(|c| c.0)), "Low end of the 95 % interval of `speedup_modelled`; empty under eight pairs.";
+    speedup_modelled_ci95_high Float r => r.compared().and_then(|o| o.speedup_modelled_ci95.map(|c| c.1)), "High end of it.";
+    pairs_modelled Int r => r.measured().filter(|_| r.facts.host_model != "bare").map(|o| o.pairs_modelled), "Pairs of blocks behind `speedup_modelled`.";
+    step_time_ms_modelled_median Float r => arm(r, |a| a.step_time_ms_modelled), "Median wall time of a step under the host model.";
+    host_ms_modelled_median Float r => arm(r, |a| a.host_ms_modelled), "Host time of issuing a step under the host model: launches, waits and what was spun.";
+    host_model_other_fraction Float r => r.facts.host_model_other_fraction, "Share of the eager launches that the host model has no part for and charges by launch.";
+    memory_used_mib Float r => r.measured().and_then(|o| o.memory_used_mib), "Device memory that the process took when timing ended, both arms, kernels and graphs, by the driver; empty beside other processes.";
+    disturbed_fraction Float r => arm(r, |a| a.disturbed_fraction), "Share of the steady steps over 10 % longer than the arm's 5th percentile: above 0.05 something else used the GPU.";
+    repetition Int r => Some(r.facts.repetition).filter(|n| *n > 0), "Which of the measurements of one process (`--repeat`).";
+    microbatches_extrapolated Int r => r.facts.extrapolation.as_ref().map(|e| e.to), "Micro-batches that the extrapolated columns are for (`--extrapolate`).";
+    extrapolated_from Text r => r.facts.extrapolation.as_ref().map(|e| e.from.iter().map(usize::to_string).collect::<Vec<_>>().join("+")), "Micro-batches of the steps that were timed for it.";
+    step_time_ms_extrapolated Float r => extrapolated(r).map(|e| e.step_time_ms), "Step time at that number, by a straight line.";
+    step_time_ms_extrapolated_error Float r => extrapolated(r).map(|e| e.error_ms), "Its 95 % error: of the points, and of their distance from the line.";
+    extrapolation_misfit Float r => extrapolated(r).map(|e| e.misfit), "Largest distance of a timed point from the line, relative to its time.";
+    speedup_extrapolated Float r => extrapolated_speedup(r).map(|s| s.0), "Extrapolated step time eager over graph.";
+    speedup_extrapolated_error Float r => extrapolated_speedup(r).map(|s| s.1), "Its 95 % error.";
     temperature_c_max Float r => arm(r, |a| a.health.temperature_c_max), "Highest GPU temperature over the blocks.";
     power_w_median Float r => arm(r, |a| a.health.power_w_median), "Median power over the blocks.";
     power_limit_w Float r => arm(r, |a| a.health.power_limit_w), "Power limit in force.";

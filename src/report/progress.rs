@@ -85,7 +85,7 @@ impl Progress for Terminal {
 fn line(update: &Update) -> String {
     let mut text = format!("timing: {} pairs of blocks", update.pairs);
     if update.max_time_s > 0.0 {
-        text += &format!(", {:.1} of {:.0} s", update.elapsed_s, update.max_time_s);
+        text += &format!(", {:.1} of {} s", update.elapsed_s, update.max_time_s);
     }
     if let Some(speedup) = update.speedup {
         text += &format!(", speedup {speedup:.4}");

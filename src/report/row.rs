@@ -62,11 +62,14 @@ pub struct RunFacts {
     pub tokens_padded: Option<u64>,
     pub tokens_dropped: Option<u64>,
 
-    /// Device memory at the peak as the driver saw it, by side; `None`: the plan's figure stands.
-    pub peak_memory_mib_measured: [Option<f64>; 2],
-    /// `bare`, `pytorch` or a file; and what it makes of the speedup.
+    /// `bare`, or the name that the host model gives itself.
     pub host_model: String,
-    pub speedup_modelled: Option<f64>,
+    /// Share of the launches that the host model has no part for.
+    pub host_model_other_fraction: Option<f64>,
+    /// Which of `--repeat`'s measurements, from 1 on.
+    pub repetition: usize,
+    /// `--extrapolate`.
+    pub extrapolation: Option<crate::extrapolate::Extrapolation>,
 
     pub attention_backend: Option<String>,
     pub mbperf_version: String,

@@ -4,7 +4,7 @@ use super::columns::number;
 use crate::measure::StepRecord;
 
 /// Column names.
-pub const HEADER: [&str; 13] = [
+pub const HEADER: [&str; 14] = [
     "run_id",
     "step",
     "side",
@@ -14,6 +14,7 @@ pub const HEADER: [&str; 13] = [
     "pacing",
     "submit_ms",
     "wait_ms",
+    "modelled_ms",
     "device_span_ms",
     "wall_ms",
     "loss",
@@ -21,7 +22,7 @@ pub const HEADER: [&str; 13] = [
 ];
 
 /// Cells of a step in the order of [`HEADER`].
-pub fn cells(run_id: &str, step: &StepRecord) -> [String; 13] {
+pub fn cells(run_id: &str, step: &StepRecord) -> [String; 14] {
     let optional = |x: Option<f64>| x.map_or(String::new(), number);
     // Nine digits hold every bit of an f32.
     [
@@ -34,6 +35,7 @@ pub fn cells(run_id: &str, step: &StepRecord) -> [String; 13] {
         step.pacing.name().into(),
         number(step.submit_ms),
         number(step.wait_ms),
+        number(step.modelled_ms),
         optional(step.device_span_ms),
         number(step.wall_ms),
         optional(step.loss.map(f64::from)),

@@ -39,11 +39,13 @@ fn title(facts: &RunFacts) -> String {
 }
 
 /// Figures shown for each arm: label, column of the table.
-const SHOWN: [(&str, &str); 14] = [
+const SHOWN: [(&str, &str); 16] = [
     ("step time, median [ms]", "step_time_ms_median"),
     ("  95 % interval, low", "step_time_ms_ci95_low"),
     ("  95 % interval, high", "step_time_ms_ci95_high"),
     ("  every step waited for [ms]", "step_time_ms_sync_median"),
+    ("under the host model [ms]", "step_time_ms_modelled_median"),
+    ("  host, modelled [ms]", "host_ms_modelled_median"),
     ("host submit [ms]", "host_submit_ms_median"),
     ("host wait [ms]", "host_wait_ms_median"),
     ("device span [ms]", "device_span_ms_median"),
@@ -115,6 +117,36 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
         ),
         "",
     );
+    if let Some(modelled) = outcome.speedup_modelled {
+        let interval = outcome.speedup_modelled_ci95.map_or("no interval".to_string(), |(low, high)| {
+            format!("95 % interval {} to {}", number(round4(low)), number(round4(high)))
+        });
+        wrap(
+            lines,
+            &format!(
+                "With the host time of {} (modelled): speedup {}, {interval} ({} pairs).",
+                facts.host_model,
+                number(round4(modelled)),
+                outcome.pairs_modelled
+            ),
+            "",
+        );
+    }
+    if let (Some(found), Some((speedup, error))) =
+        (&facts.extrapolation, facts.extrapolation.as_ref().and_then(|e| e.speedup()))
+    {
+        wrap(
+            lines,
+            &format!(
+                "At the job's {} micro-batches (a line through {:?}): speedup {} +- {}.",
+                found.to,
+                found.from,
+                number(round4(speedup)),
+                number(round4(error))
+            ),
+            "",
+        );
+    }
     if let Some(cost) = &outcome.graph_cost {
         let one_off = cost.capture_ms + cost.instantiate_ms + cost.upload_ms;
         let back =
@@ -124,6 +156,28 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
             cost.graphs, cost.nodes, cost.launches_per_step, one_off
         ));
     }
+}
+
+/// The verdicts of `--repeat`'s measurements in one line.
+pub fn repetitions(outcomes: &[Outcome]) -> String {
+    let count = |verdict| outcomes.iter().filter(|o| o.verdict == Some(verdict)).count();
+    let named = [Verdict::Faster, Verdict::Slower, Verdict::Equivalent, Verdict::Undecided]
+        .map(|v| format!("{} {v}", count(v)))
+        .join(", ");
+    let half_widths: Vec<f64> =
+        outcomes.iter().filter_map(|o| o.speedup_ci95).map(|(low, high)| (high / low).ln() / 2.0).collect();
+    let widest = half_widths.iter().copied().fold(0.0, f64::max);
+    let intervals = match crate::measure::stats::median(&half_widths) {
+        Some(median) => {
+            format!(
+                "; half-width of the interval: median {:.3} %, widest {:.3} %",
+                median * 1e2,
+                widest * 1e2
+            )
+        }
+        None => String::new(),
+    };
+    format!("{} measurements: {named}{intervals}", outcomes.len())
 }
 
 /// Four decimals: the interval is never narrower than that on real hardware.

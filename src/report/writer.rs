@@ -21,7 +21,10 @@ pub enum OutputError {
     )]
     Refused { path: String, reason: String },
     /// Exit 1: a write failed.
-    #[error("writing results to {path} failed: {source}; rows written before are whole")]
+    #[error(
+        "writing results to {path} failed: {source}; make room there or choose another file with -o/--output; rows \
+         written before are whole"
+    )]
     Write { path: String, source: io::Error },
 }
 
@@ -172,10 +175,13 @@ fn lock(file: &File) -> io::Result<bool> {
 
 fn io_reason(error: &io::Error, path: &Path) -> String {
     match error.kind() {
-        ErrorKind::NotFound => {
-            let folder = path.parent().map_or(String::new(), |p| p.display().to_string());
-            format!("the folder {folder} does not exist")
-        }
+        ErrorKind::NotFound if path.is_symlink() => "it is a link to a place that does not exist".into(),
+        ErrorKind::NotFound => match path.parent().filter(|p| !p.as_os_str().is_empty()) {
+            Some(folder) if !folder.exists() => format!("the folder {} does not exist", folder.display()),
+            Some(folder) => format!("no file can be made in {}", folder.display()),
+            None => "the working directory is gone".into(),
+        },
+        ErrorKind::AlreadyExists => "there is a file of that name".into(),
         ErrorKind::PermissionDenied => "no permission to write there".into(),
         _ => error.to_string(),
     }
@@ -207,11 +213,26 @@ pub struct Writer {
     runs: Option<Appender>,
     run_id: String,
     stdout_begun: bool,
+    /// The default folder, if it is ours: goes again if nothing comes into it.
+    _made: MadeFolder,
+}
+
+/// A folder that was made for the results.
+struct MadeFolder(Option<PathBuf>);
+
+impl Drop for MadeFolder {
+    fn drop(&mut self) {
+        // Fails, as it should, while there is a file in it.
+        if let Some(folder) = &self.0 {
+            let _ = std::fs::remove_dir(folder);
+        }
+    }
 }
 
 impl Writer {
     /// Opens and checks every file before the run, and writes to none.
     pub fn open(target: &Target) -> Result<Self, OutputError> {
+        let mut made = MadeFolder(None);
         let path = match target {
             Target::Stdout => {
                 return Ok(Self {
@@ -220,11 +241,13 @@ impl Writer {
                     runs: None,
                     run_id: String::new(),
                     stdout_begun: false,
+                    _made: MadeFolder(None),
                 });
             }
             Target::File(path) => path,
             Target::Default(path) => {
                 if let Some(folder) = path.parent() {
+                    made.0 = (!folder.exists()).then(|| folder.to_owned());
                     std::fs::create_dir_all(folder).map_err(|e| OutputError::Refused {
                         path: folder.display().to_string(),
                         reason: io_reason(&e, folder),
@@ -250,7 +273,7 @@ impl Writer {
         } else {
             (None, None)
         };
-        Ok(Self { rows: Some(rows), steps, runs, run_id: String::new(), stdout_begun: false })
+        Ok(Self { rows: Some(rows), steps, runs, run_id: String::new(), stdout_begun: false, _made: made })
     }
 
     /// The rows' file; `None` for standard output.
@@ -311,7 +334,7 @@ impl Writer {
 impl StepSink for Writer {
     fn steps(&mut self, steps: &[StepRecord]) -> io::Result<()> {
         let Some(file) = &mut self.steps else { return Ok(()) };
-        let records: Vec<[String; 13]> = steps.iter().map(|s| steps::cells(&self.run_id, s)).collect();
+        let records: Vec<[String; 14]> = steps.iter().map(|s| steps::cells(&self.run_id, s)).collect();
         file.append(&records).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", file.path.display())))
     }
 }

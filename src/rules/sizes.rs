@@ -5,8 +5,19 @@ use crate::config::Parallel;
 use crate::recipe::{MAX_LAYERS, layer_kinds};
 use crate::workloads::share::layout_stages;
 
-/// Sizes beyond this are typing errors, and their products would overflow.
+/// Counts beyond this are typing errors.
 const MAX_SIZE: i64 = 1 << 30;
+/// Widths of the model beyond this are typing errors: the widest today are under 1 << 17.
+const MAX_WIDTH: i64 = 1 << 20;
+/// Tokens of a micro-batch, and words of a vocabulary: kernels count elements of a row of them in 32 bits.
+const MAX_LENGTH: i64 = 1 << 24;
+/// Experts, and choices a token: the largest models have under 1 << 10.
+const MAX_EXPERTS: i64 = 1 << 14;
+/// FLOPs of a rank's step beyond which no GPU ends it within a quarter of an hour (at 10^15 a second); products of
+/// sizes below it also fit their integers.
+const MAX_STEP_FLOPS: f64 = 1e18;
+/// Layers times micro-batches of a rank's step: some hundred launches each, all planned and kept one by one.
+const MAX_LAYER_PASSES: f64 = 32768.0;
 /// Widths of vectors that kernels load at once, in bf16 elements (16 bytes).
 const VECTOR: i64 = 8;
 
@@ -25,23 +36,54 @@ fn out_of_range(e: &Effective, keys: &[&str], least: i64, most: i64) -> Option<S
     keys.iter().find_map(bad)
 }
 
+/// Micro-batches of a step that are run.
+fn micro_batches(e: &Effective) -> f64 {
+    let of = |key: &str| e.values.int(key).map_or(1.0, |v| v as f64);
+    let job = of("train.global_batch_size") / (of("train.micro_batch_size") * e.dp() as f64).max(1.0);
+    let most = e.args.mbperf.max_microbatches as f64;
+    if most > 0.0 { job.min(most).max(1.0) } else { job.max(1.0) }
+}
+
+/// FLOPs of a rank's step, roughly: six a weight and token, and attention's square.
+fn step_flops(e: &Effective) -> f64 {
+    let of = |key: &str| e.values.int(key).map_or(0.0, |v| v as f64);
+    let or = |a: f64, b: f64| if a > 0.0 { a } else { b };
+    let tokens = of("model.seq_length") * of("train.micro_batch_size") / e.cp() as f64;
+    let heads = of("model.num_attention_heads");
+    let hidden = of("model.hidden_size");
+    let width = heads * or(of("model.kv_channels"), hidden / heads.max(1.0));
+    let active = of("model.moe_ffn_hidden_size") * of("model.moe_router_topk");
+    let layer = hidden * (4.0 * width + 3.0 * of("model.ffn_hidden_size").max(active))
+        + of("model.seq_length") * width;
+    let ranks = (e.tp() * e.pp()) as f64;
+    let head = hidden * of("model.vocab_size") / e.tp() as f64;
+    6.0 * tokens * micro_batches(e) * (layer * of("model.num_layers") / ranks + head)
+}
+
 pub const NUMBERS: &[Rule] = &[
     Rule {
         id: "M01",
         wrong: "a size, count or step number that is 0, negative or absurdly large",
-        remedy: "Give a positive number; leave the option out to keep the recipe's value.",
+        remedy: "Give a number within the limits; leave the option out to keep the recipe's value.",
         broken: |e| {
-            let sizes = [
+            let widths = [
                 "model.hidden_size",
                 "model.num_attention_heads",
                 "model.num_query_groups",
                 "model.kv_channels",
                 "model.ffn_hidden_size",
+                "model.moe_ffn_hidden_size",
+                "model.moe_shared_expert_intermediate_size",
+                "train.micro_batch_size",
+            ];
+            let lengths = [
                 "model.vocab_size",
                 "model.make_vocab_size_divisible_by",
                 "model.seq_length",
                 "dataset.seq_length",
-                "train.micro_batch_size",
+            ];
+            let experts = ["model.num_moe_experts", "model.moe_router_topk"];
+            let sizes = [
                 "train.global_batch_size",
                 "train.train_iters",
                 "model.tensor_model_parallel_size",
@@ -50,16 +92,15 @@ pub const NUMBERS: &[Rule] = &[
                 "model.expert_model_parallel_size",
                 "model.expert_tensor_parallel_size",
                 "model.virtual_pipeline_model_parallel_size",
-                "model.num_moe_experts",
-                "model.moe_router_topk",
-                "model.moe_ffn_hidden_size",
-                "model.moe_shared_expert_intermediate_size",
             ];
             let option = |name: &str, v: i64, least: i64| {
-                when(v < least || v > MAX_SIZE, || format!("{name} {v}: at least {least} is needed"))
+                when(v < least || v > MAX_SIZE, || format!("{name} is {v}, outside {least} to {MAX_SIZE}"))
             };
             let a = &e.args;
             out_of_range(e, &["model.num_layers"], 1, i64::try_from(MAX_LAYERS).unwrap_or(i64::MAX))
+                .or_else(|| out_of_range(e, &widths, 1, MAX_WIDTH))
+                .or_else(|| out_of_range(e, &lengths, 1, MAX_LENGTH))
+                .or_else(|| out_of_range(e, &experts, 1, MAX_EXPERTS))
                 .or_else(|| out_of_range(e, &sizes, 1, MAX_SIZE))
                 .or_else(|| {
                     let counts = [
@@ -78,12 +119,40 @@ pub const NUMBERS: &[Rule] = &[
                 .or_else(|| option("--pp_rank", a.mbperf.pp_rank, 0))
                 .or_else(|| option("--equality_steps", a.mbperf.equality_steps, 2))
                 .or_else(|| a.performance.activation_offload_layers.and_then(|v| option("-ol", v, 0)))
+                .or_else(|| {
+                    let tokens = e.values.int("train.micro_batch_size").unwrap_or(1).saturating_mul(
+                        e.values.int("model.seq_length").unwrap_or(1),
+                    );
+                    when(tokens > MAX_LENGTH, || {
+                        format!("-mb x -sl is {tokens} tokens a micro-batch, above {MAX_LENGTH}")
+                    })
+                })
+                .or_else(|| {
+                    let layers = e.values.int("model.num_layers").unwrap_or(1) as f64 / e.pp() as f64;
+                    let passes = (layers * micro_batches(e)).ceil();
+                    when(passes > MAX_LAYER_PASSES, || {
+                        format!(
+                            "a rank's layers times the micro-batches to run (--max_microbatches) are {passes}, above \
+                             {MAX_LAYER_PASSES}"
+                        )
+                    })
+                })
+                .or_else(|| {
+                    let flops = step_flops(e);
+                    when(flops.is_nan() || flops > MAX_STEP_FLOPS, || {
+                        format!(
+                            "a rank's step takes some {flops:.0e} FLOPs, above {MAX_STEP_FLOPS:.0e}: no GPU ends \
+                             it within minutes"
+                        )
+                    })
+                })
         },
     },
     Rule {
         id: "M02",
         wrong: "a rate, factor or time out of its range",
-        remedy: "Dropout lies in [0, 1); learning rates, --margin and --max_time are not negative; factors are positive.",
+        remedy: "Dropout and Adam's betas lie in [0, 1); learning rates and --margin are not negative; --moe_row_bound is 1 \
+                 or more; all else is positive.",
         broken: |e| {
             let within = |name: &str, v: Option<f64>, low: f64, high: f64| {
                 v.filter(|v| !v.is_finite() || *v < low || *v >= high).map(|v| format!("{name} is {v}"))

@@ -8,14 +8,18 @@ use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
+use crate::ops::gated_norm::{GatedNormBwd, GatedNormFwd};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::grouped_gemm::GroupedGemm;
+use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
 use crate::ops::rng::Rng;
 use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd};
 use crate::ops::router::{RouterBwd, RouterFwd};
+use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
+use crate::ops::ssd::{SsdBwd, SsdFwd, SsdShape};
 use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::DType;
@@ -33,6 +37,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     elementwise(&mut add);
     ends(&mut add);
     moe(&mut add);
+    mamba(&mut add);
     out
 }
 
@@ -142,6 +147,10 @@ fn elementwise(add: &mut Add) {
         add(Arc::new(SwigluBwd { rows, ffn, routed: false, experts: 0 }));
         add(Arc::new(SwigluFwd { rows, ffn, routed: true, experts: 5 }));
         add(Arc::new(SwigluBwd { rows, ffn, routed: true, experts: 5 }));
+        for (routed, experts) in [(false, 0), (true, 5)] {
+            add(Arc::new(SquaredReluFwd { rows, ffn, routed, experts }));
+            add(Arc::new(SquaredReluBwd { rows, ffn, routed, experts }));
+        }
     }
     for len in [8, 1000, 77 * 264] {
         let dropout = Dropout { p: 0.1, rng: RNG };
@@ -249,5 +258,32 @@ fn moe(add: &mut Add) {
                 }
             }
         }
+    }
+}
+
+fn mamba(add: &mut Add) {
+    for (batch, seq, heads, head_dim, groups, state, chunk) in [
+        (1, 1, 8, 64, 8, 128, 128),
+        (2, 77, 8, 32, 2, 32, 32),
+        (2, 333, 8, 64, 2, 128, 128),
+        (1, 1000, 16, 64, 1, 128, 128),
+        // One block a group's heads would not fill the device: parts of groups, and states in two halves.
+        (1, 600, 32, 64, 1, 256, 128),
+        (2, 130, 16, 16, 4, 48, 64),
+        // Whole groups in a block.
+        (1, 4100, 16, 64, 8, 128, 128),
+    ] {
+        let shape = SsdShape { batch, seq, heads, head_dim, groups, state, chunk };
+        add(Arc::new(SsdFwd { shape }));
+        add(Arc::new(SsdBwd { shape }));
+        let conv = ConvShape { batch, seq, channels: shape.conv_width(), first: shape.inner(), tail: heads };
+        add(Arc::new(MambaConvFwd { shape: conv }));
+        add(Arc::new(MambaConvBwd { shape: conv }));
+    }
+    for (rows, groups, group, z_stride) in
+        [(1, 1, 8, 8), (77, 8, 512, 10304), (600, 2, 2048, 4096), (515, 3, 264, 1000)]
+    {
+        add(Arc::new(GatedNormFwd { rows, groups, group, z_stride, eps: 1e-5 }));
+        add(Arc::new(GatedNormBwd { rows, groups, group, z_stride }));
     }
 }

@@ -89,7 +89,12 @@ fn grouped(layout: Layout, options: &CudaOptions) -> Result<String, String> {
     judge(norm_error(&mine, &theirs), tolerance(DType::Bf16, k, 0))
 }
 
-fn attention(q_heads: usize, kv_heads: usize, seq: usize, options: &CudaOptions) -> Result<String, String> {
+pub(super) fn attention(
+    q_heads: usize,
+    kv_heads: usize,
+    seq: usize,
+    options: &CudaOptions,
+) -> Result<String, String> {
     let d = 128;
     let shape = AttnShape {
         positions: Positions::whole(1, seq),

@@ -1,15 +1,18 @@
 //! `mbperf selftest`: what can only be checked on a GPU. Prints one line a check; any failure is exit 1.
 //!
-//! Every CUDA op against its f64 reference on odd sizes and, row by sampled row, on real ones; eager against
+//! Every CUDA op against its f64 reference on odd sizes and, row by sampled row, on real ones, attention with
+//! both backends; eager against
 //! graph bit for bit with dropout on; replays that draw fresh numbers; a thousand replays; capture and destroy
 //! without growth; the host cost of a launch.
 
+mod attention;
 pub mod cases;
 mod large;
-mod ops;
+pub mod ops;
 mod steps;
 
 use crate::args::SelftestArgs;
+use crate::device::cuda::cudnn::AttentionBackend;
 use crate::device::cuda::executor::CudaOptions;
 use crate::ops::Op;
 use std::collections::BTreeMap;
@@ -47,8 +50,10 @@ impl Log<'_> {
 /// Runs all checks; true if all passed.
 pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> bool {
     let mut log = Log { out, only: args.only.clone(), passed: 0, failed: 0 };
-    odd_sizes(&mut log, options);
-    large::run(&mut log, options);
+    let own = attention::with(options, AttentionBackend::Own);
+    odd_sizes(&mut log, &own);
+    large::run(&mut log, &own);
+    attention::run(&mut log, options);
     steps::run(&mut log, options);
     let (passed, failed) = (log.passed, log.failed);
     let _ = writeln!(log.out, "{passed} passed, {failed} failed");
@@ -62,34 +67,37 @@ fn odd_sizes(log: &mut Log, options: &CudaOptions) {
         by_name.entry(op.name()).or_default().push(op);
     }
     for (name, list) in by_name {
-        if !log.wants(name) {
-            continue;
+        if log.wants(name) {
+            family(log, name, list, options);
         }
-        let count = list.len();
-        let mut worst: BTreeMap<&'static str, ops::Checked> = BTreeMap::new();
-        let mut bad = Vec::new();
-        for op in list {
-            for c in ops::check(op, 7, options) {
-                if !c.passed() {
-                    bad.push(c.clone());
-                }
-                let ratio =
-                    |c: &ops::Checked| if c.tolerance > 0.0 { c.error / c.tolerance } else { c.error };
-                if worst.get(c.output).is_none_or(|w| ratio(&c) > ratio(w)) {
-                    worst.insert(c.output, c);
-                }
+    }
+}
+
+/// Checks `list`, one line for all: the worst case of each output.
+fn family(log: &mut Log, name: &str, list: Vec<Arc<dyn Op>>, options: &CudaOptions) {
+    let count = list.len();
+    let mut worst: BTreeMap<&'static str, ops::Checked> = BTreeMap::new();
+    let mut bad = Vec::new();
+    for op in list {
+        for c in ops::check(op, 7, options) {
+            if !c.passed() {
+                bad.push(c.clone());
+            }
+            let ratio = |c: &ops::Checked| if c.tolerance > 0.0 { c.error / c.tolerance } else { c.error };
+            if worst.get(c.output).is_none_or(|w| ratio(&c) > ratio(w)) {
+                worst.insert(c.output, c);
             }
         }
-        let figures: Vec<String> =
-            worst.values().map(|c| format!("{} {:.1e} of {:.1e}", c.output, c.error, c.tolerance)).collect();
-        if bad.is_empty() {
-            log.record(name, Ok(format!("{count} shapes, largest error {}", figures.join(", "))));
-        }
-        for c in bad.iter().take(4) {
-            let why = c.problem.clone().unwrap_or_else(|| {
-                format!("{} is off by {:.2e}, {:.2e} allowed", c.output, c.error, c.tolerance)
-            });
-            log.record(name, Err(format!("{} ({} failures in {count} shapes): {why}", c.op, bad.len())));
-        }
+    }
+    let figures: Vec<String> =
+        worst.values().map(|c| format!("{} {:.1e} of {:.1e}", c.output, c.error, c.tolerance)).collect();
+    if bad.is_empty() {
+        log.record(name, Ok(format!("{count} shapes, largest error {}", figures.join(", "))));
+    }
+    for c in bad.iter().take(4) {
+        let why = c.problem.clone().unwrap_or_else(|| {
+            format!("{} is off by {:.2e}, {:.2e} allowed", c.output, c.error, c.tolerance)
+        });
+        log.record(name, Err(format!("{} ({} failures in {count} shapes): {why}", c.op, bad.len())));
     }
 }

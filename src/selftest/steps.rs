@@ -21,6 +21,9 @@ const LAUNCH_COST_ALLOWED: f64 = 1.25;
 const DROPOUT: &str = "model.attention_dropout=0.1 model.hidden_dropout=0.1";
 const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
 const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
+/// Recompute is not built yet.
+const NANO: &str = "-m nemotronh -mr nemotron_3_nano -g h100 model.recompute_granularity=null";
+const HYBRID: &str = "-m nemotronh -mr nemotronh_56b -g h100 --run_dtype bf16 -c fp8_cs";
 const PADDED: &str = "model.moe_token_dispatcher_type=alltoall --use_tokendrop true";
 
 /// One check: what was found, or what is wrong.
@@ -48,6 +51,16 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
             "qwen padded full_iteration",
             format!("{QWEN} {PADDED} --cuda_graph_impl local --cuda_graph_scope full_iteration {DROPOUT}"),
         ),
+        ("hybrid recipe scope", format!("{NANO} {DROPOUT}")),
+        ("hybrid mamba", format!("{NANO} --cuda_graph_scope mamba {DROPOUT}")),
+        (
+            "hybrid attn,moe_router,moe_preprocess,mamba, alltoall",
+            format!(
+                "{NANO} model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess,mamba"
+            ),
+        ),
+        ("hybrid with tensor parallelism", format!("{HYBRID} --cuda_graph_scope attn,mamba")),
+        ("hybrid whole layer", format!("{HYBRID} --cuda_graph_impl transformer_engine")),
         ("llama fp32 gradients", format!("{LLAMA} --cuda_graph_scope attn --grad_dtype fp32")),
         ("llama bare stack", format!("{LLAMA} -cp 1 --stack_only --cuda_graph_scope full_iteration")),
     ];

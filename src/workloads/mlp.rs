@@ -1,10 +1,13 @@
-//! Dense MLP: norm, gate and up in one product, SwiGLU, down product with the residual.
+//! Dense MLP: norm, gate and up in one product, SwiGLU, down product with the residual; or, without a gate, up, squared
+//! ReLU and down.
 
 use super::attention::output_std;
 use super::share::RankShare;
 use super::weights::Spec;
 use super::{Stack, WorkloadError};
+use crate::config::Activation;
 use crate::config::RunConfig;
+use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::{BufId, DType, Part, Pass};
 
@@ -16,12 +19,18 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<S
     out
 }
 
-/// Weights of a gated MLP of local width `f` out of `whole`.
+/// Rows of the first product for each of the activation: gate and up, or up alone.
+pub(super) fn fc1_rows(cfg: &RunConfig) -> usize {
+    if cfg.model.activation == Activation::SquaredRelu { 1 } else { 2 }
+}
+
+/// Weights of an MLP of local width `f` out of `whole`.
 pub(super) fn gated(cfg: &RunConfig, prefix: &str, f: usize, whole: usize) -> Vec<Spec> {
     let m = &cfg.model;
+    let rows = fc1_rows(cfg);
     vec![
-        Spec::normal(format!("{prefix}.fc1.weight"), 2 * f, m.hidden_size, m.init_method_std)
-            .row_blocks(&[(0, f), (whole, f)]),
+        Spec::normal(format!("{prefix}.fc1.weight"), rows * f, m.hidden_size, m.init_method_std)
+            .row_blocks(&[(0, f), (whole, f)][..rows]),
         Spec::normal(format!("{prefix}.fc2.weight"), m.hidden_size, f, output_std(cfg)).col_block(0, whole),
     ]
 }
@@ -54,7 +63,32 @@ impl Stack<'_> {
         Ok(self.norm_backward(l, "mlp.norm", x, rstd, norm_w, dy, Some(dout)))
     }
 
-    /// `silu(gate) * up` of `y fc1^T`: `[tokens, ffn]`.
+    /// The activation of `rows` rows of `f` columns: `inputs` are those of [`SwigluFwd`], routed or not.
+    pub(super) fn activation(&mut self, rows: usize, f: usize, experts: Option<usize>, args: &[BufId]) {
+        let (routed, experts) = (experts.is_some(), experts.unwrap_or(0));
+        if self.cfg.model.activation == Activation::SquaredRelu {
+            self.b.launch(SquaredReluFwd { rows, ffn: f, routed, experts }, args);
+        } else {
+            self.b.launch(SwigluFwd { rows, ffn: f, routed, experts }, args);
+        }
+    }
+
+    pub(super) fn activation_backward(
+        &mut self,
+        rows: usize,
+        f: usize,
+        experts: Option<usize>,
+        args: &[BufId],
+    ) {
+        let (routed, experts) = (experts.is_some(), experts.unwrap_or(0));
+        if self.cfg.model.activation == Activation::SquaredRelu {
+            self.b.launch(SquaredReluBwd { rows, ffn: f, routed, experts }, args);
+        } else {
+            self.b.launch(SwigluBwd { rows, ffn: f, routed, experts }, args);
+        }
+    }
+
+    /// The activation of `y fc1^T`: `[tokens, ffn]`.
     pub(super) fn gated_forward(
         &mut self,
         l: usize,
@@ -64,10 +98,11 @@ impl Stack<'_> {
     ) -> Result<BufId, WorkloadError> {
         let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].index);
         let fc1 = self.weights.get(&format!("layer{index}.{prefix}.fc1.weight"))?;
-        let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
-        self.forward_product(gate_up, y, fc1.value, t, 2 * f, h, None);
+        let wide = fc1_rows(self.cfg) * f;
+        let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, wide]);
+        self.forward_product(gate_up, y, fc1.value, t, wide, h, None);
         let act = self.act(l, &format!("{prefix}.act"), &[t, f]);
-        self.b.launch(SwigluFwd { rows: t, ffn: f, routed: false, experts: 0 }, &[gate_up, act]);
+        self.activation(t, f, None, &[gate_up, act]);
         Ok(act)
     }
 
@@ -85,16 +120,17 @@ impl Stack<'_> {
         let (t, h, index) = (self.tokens, self.cfg.model.hidden_size, self.share.layers[l].index);
         let weight = |s: &Self, what: &str| s.weights.get(&format!("layer{index}.{prefix}.{what}.weight"));
         let (fc1, fc2) = (weight(self, "fc1")?, weight(self, "fc2")?);
+        let wide = fc1_rows(self.cfg) * f;
         let act = self.act(l, &format!("{prefix}.act"), &[t, f]);
-        let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, 2 * f]);
+        let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, wide]);
         let dact = self.act(l, &format!("{prefix}.dact"), &[t, f]);
         self.data_gradient(dact, dout, fc2.value, t, h, f, None);
         self.weight_gradient(fc2.grad, dout, act, t, h, f);
-        let dgate_up = self.act(l, &format!("{prefix}.dgate_up"), &[t, 2 * f]);
-        self.b.launch(SwigluBwd { rows: t, ffn: f, routed: false, experts: 0 }, &[gate_up, dact, dgate_up]);
-        self.weight_gradient(fc1.grad, dgate_up, y, t, 2 * f, h);
+        let dgate_up = self.act(l, &format!("{prefix}.dgate_up"), &[t, wide]);
+        self.activation_backward(t, f, None, &[gate_up, dact, dgate_up]);
+        self.weight_gradient(fc1.grad, dgate_up, y, t, wide, h);
         let dy = self.act(l, &format!("{prefix}.dy"), &[t, h]);
-        self.data_gradient(dy, dgate_up, fc1.value, t, 2 * f, h, add);
+        self.data_gradient(dy, dgate_up, fc1.value, t, wide, h, add);
         Ok(dy)
     }
 }

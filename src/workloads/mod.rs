@@ -5,6 +5,7 @@
 mod attention;
 mod head;
 mod linear;
+mod mamba;
 mod mlp;
 mod moe;
 mod optimizer;
@@ -46,6 +47,7 @@ enum Sublayer {
     Attention,
     Mlp,
     Moe,
+    Mamba,
 }
 
 fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
@@ -55,7 +57,7 @@ fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
         LayerKind::AttnOnly => Ok(&[Sublayer::Attention]),
         LayerKind::MlpOnly => Ok(&[Sublayer::Mlp]),
         LayerKind::MoeOnly => Ok(&[Sublayer::Moe]),
-        LayerKind::Mamba => Err(WorkloadError::Unsupported("Mamba layers are not built yet".into())),
+        LayerKind::Mamba => Ok(&[Sublayer::Mamba]),
     }
 }
 

@@ -9,7 +9,7 @@
 //!   made in `moe_preprocess`.
 
 use super::attention::output_std;
-use super::mlp::gated;
+use super::mlp::{fc1_rows, gated};
 use super::share::RankShare;
 use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
@@ -21,7 +21,6 @@ use crate::ops::grouped_gemm::GroupedGemm;
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::rng::Rng;
 use crate::ops::router::{RouterBwd, RouterFwd};
-use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Result<Vec<Spec>, WorkloadError> {
@@ -43,7 +42,10 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
         ));
     }
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
-    out.push(Spec::normal(name("experts.fc1"), local * 2 * f, m.hidden_size, m.init_method_std).expert());
+    out.push(
+        Spec::normal(name("experts.fc1"), local * fc1_rows(cfg) * f, m.hidden_size, m.init_method_std)
+            .expert(),
+    );
     out.push(Spec::normal(name("experts.fc2"), local * m.hidden_size, f, output_std(cfg)).expert());
     Ok(out)
 }
@@ -53,8 +55,9 @@ struct Dims {
     /// Rows that enter the router.
     t: usize,
     h: usize,
-    /// Width of an expert.
+    /// Width of an expert, and of its first product.
     f: usize,
+    wide: usize,
     experts: usize,
     local: usize,
     topk: usize,
@@ -93,6 +96,7 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
         t,
         h: s.cfg.model.hidden_size,
         f: s.share.expert_ffn,
+        wide: fc1_rows(s.cfg) * s.share.expert_ffn,
         experts: moe.num_experts,
         local,
         topk,
@@ -220,13 +224,10 @@ impl Stack<'_> {
             );
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
-        let gate_up = self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]);
-        self.expert_product(&d, local_offsets, rows, fc1.value, gate_up, 2 * d.f, d.h, Layout::Nt)?;
+        let gate_up = self.act(l, "moe.gate_up", &[d.rows, d.wide]);
+        self.expert_product(&d, local_offsets, rows, fc1.value, gate_up, d.wide, d.h, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
-        self.b.launch(
-            SwigluFwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local },
-            &[gate_up, row_probs, local_offsets, act],
-        );
+        self.activation(d.rows, d.f, Some(d.local), &[gate_up, row_probs, local_offsets, act]);
         let mut out_rows = self.act(l, "moe.out_rows", &[d.rows, d.h]);
         self.expert_product(&d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
         if d.two_sorts {
@@ -299,19 +300,21 @@ impl Stack<'_> {
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let (act, gate_up) =
-            (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, 2 * d.f]));
+            (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, d.wide]));
         let dact = self.act(l, "moe.dact", &[d.rows, d.f]);
         self.expert_product(&d, local_offsets, drows, fc2.value, dact, d.f, d.h, Layout::Nn)?;
         self.expert_product(&d, local_offsets, drows, act, fc2.grad, d.h, d.f, Layout::Tn)?;
-        let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, 2 * d.f]);
+        let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, d.wide]);
         let mut drow_probs = self.act_as(l, "moe.drow_probs", DType::F32, &[d.rows]);
-        self.b.launch(
-            SwigluBwd { rows: d.rows, ffn: d.f, routed: true, experts: d.local },
+        self.activation_backward(
+            d.rows,
+            d.f,
+            Some(d.local),
             &[gate_up, dact, row_probs, local_offsets, dgate_up, drow_probs],
         );
-        self.expert_product(&d, local_offsets, dgate_up, rows, fc1.grad, 2 * d.f, d.h, Layout::Tn)?;
+        self.expert_product(&d, local_offsets, dgate_up, rows, fc1.grad, d.wide, d.h, Layout::Tn)?;
         let mut dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.h]);
-        self.expert_product(&d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, 2 * d.f, Layout::Nn)?;
+        self.expert_product(&d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, d.wide, Layout::Nn)?;
         if d.two_sorts {
             let (rows, probs) = self.unsort_and_return(l, &d, "moe.dx", dx_rows, Some(drow_probs));
             dx_rows = rows;

@@ -40,6 +40,7 @@ pub struct ShareInput {
     /// Padded vocabulary.
     pub vocab: usize,
     pub experts: Option<ExpertInput>,
+    pub mamba: Option<MambaInput>,
     pub micro_batch: usize,
     pub global_batch: usize,
     /// Tokens of a sequence.
@@ -52,6 +53,13 @@ pub struct ExpertInput {
     pub count: usize,
     pub ffn: usize,
     pub shared_ffn: Option<usize>,
+}
+
+/// The Mamba part of [`ShareInput`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MambaInput {
+    pub heads: usize,
+    pub groups: usize,
 }
 
 /// What one rank holds and runs.
@@ -76,6 +84,9 @@ pub struct RankShare {
     pub experts: usize,
     pub expert_ffn: usize,
     pub shared_expert_ffn: Option<usize>,
+    /// 0 without Mamba layers.
+    pub mamba_heads: usize,
+    pub mamba_groups: usize,
     /// The rank's two pieces of each sequence as (start, length) in tokens; cp 1: the whole and nothing.
     pub seq_chunks: [(usize, usize); 2],
     /// Tokens of a sequence on this rank: sequence / cp.
@@ -179,6 +190,16 @@ impl RankShare {
                     .transpose()?,
             ),
         };
+        let (mamba_heads, mamba_groups) = match input.mamba {
+            None => (0, 0),
+            Some(m) => (
+                split("the Mamba heads", m.heads, "tp", tp, "change -tp")?,
+                split("the Mamba groups", m.groups, "tp", tp, "change -tp")?,
+            ),
+        };
+        if mamba_groups > 0 {
+            split("the Mamba heads of a rank", mamba_heads, "groups", mamba_groups, "change the groups")?;
+        }
         Ok(RankShare {
             has_embedding: stage.iter().any(|s| s.embedding),
             has_loss: stage.iter().any(|s| s.loss),
@@ -196,6 +217,8 @@ impl RankShare {
             experts,
             expert_ffn,
             shared_expert_ffn,
+            mamba_heads,
+            mamba_groups,
             seq_chunks: sequence_chunks(seq, cp),
             seq: seq_local,
             tokens,
@@ -236,6 +259,7 @@ impl ShareInput {
                 ffn: m.ffn_hidden_size,
                 shared_ffn: m.shared_expert_intermediate_size,
             }),
+            mamba: model.mamba.as_ref().map(|m| MambaInput { heads: m.num_heads, groups: m.num_groups }),
             micro_batch: batch.micro_batch_size,
             global_batch: batch.global_batch_size,
             seq: batch.seq_length,
@@ -285,6 +309,8 @@ impl ShareInput {
                 ffn: number("moe_ffn_hidden_size").unwrap_or(0),
                 shared_ffn: number("moe_shared_expert_intermediate_size"),
             }),
+            mamba: number("mamba_num_heads")
+                .map(|heads| MambaInput { heads, groups: number("mamba_num_groups").unwrap_or(1) }),
             micro_batch: train("micro_batch_size").map_or(1, |n| n as usize),
             global_batch: train("global_batch_size").map_or(1, |n| n as usize),
             seq: number("seq_length").unwrap_or(0),

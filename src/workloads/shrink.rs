@@ -13,6 +13,9 @@ const HEADS: usize = 4;
 const FFN: usize = 512;
 const EXPERT_FFN: usize = 128;
 const TOPK: usize = 2;
+/// Mamba heads a rank, and the width of head, state and chunk: several chunks a sequence.
+const MAMBA_HEADS: usize = 8;
+const MAMBA_WIDTH: usize = 32;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
 
@@ -64,6 +67,13 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     m.ffn_hidden_size = m.ffn_hidden_size.min(FFN);
     if !given.vocabulary {
         m.vocab_size = m.vocab_size.min(VOCABULARY);
+    }
+    if let Some(mamba) = &mut m.mamba {
+        mamba.num_heads = mamba.num_heads.min(MAMBA_HEADS * tp);
+        mamba.num_groups = mamba.num_groups.min(tp);
+        mamba.head_dim = mamba.head_dim.min(MAMBA_WIDTH);
+        mamba.state_dim = mamba.state_dim.min(MAMBA_WIDTH);
+        mamba.chunk_size = mamba.chunk_size.min(MAMBA_WIDTH);
     }
     if let Some(moe) = &mut m.moe {
         if !given.experts {

@@ -65,6 +65,7 @@ impl Stack<'_> {
                     Sublayer::Attention => self.attention_forward(l, x)?,
                     Sublayer::Mlp => self.mlp_forward(l, x)?,
                     Sublayer::Moe => self.moe_forward(l, x)?,
+                    Sublayer::Mamba => self.mamba_forward(l, x)?,
                 };
             }
         }
@@ -81,6 +82,7 @@ impl Stack<'_> {
                     Sublayer::Attention => self.attention_backward(l, x, dx)?,
                     Sublayer::Mlp => self.mlp_backward(l, x, dx)?,
                     Sublayer::Moe => self.moe_backward(l, x, dx)?,
+                    Sublayer::Mamba => self.mamba_backward(l, x, dx)?,
                 };
             }
         }

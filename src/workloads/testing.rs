@@ -39,6 +39,7 @@ pub fn dense() -> RunConfig {
             attention_dropout: 0.0,
             hidden_dropout: 0.0,
             moe: None,
+            mamba: None,
             mtp_num_layers: 0,
         },
         parallel: Parallel {
@@ -137,6 +138,18 @@ pub fn padded() -> RunConfig {
         moe.pad_to_capacity = true;
         moe.force_load_balancing = false;
     }
+    cfg
+}
+
+/// A hybrid of every symbol: Mamba, attention, squared-ReLU MLP and experts; chunks of 32 in 2 groups of 8 heads.
+pub fn hybrid() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Alltoall);
+    cfg.model.layers = vec![LayerKind::Mamba, LayerKind::AttnOnly, LayerKind::MlpOnly, LayerKind::MoeOnly];
+    cfg.model.activation = Activation::SquaredRelu;
+    cfg.model.qk_layernorm = false;
+    cfg.model.rotary_percent = 0.0;
+    cfg.model.mamba =
+        Some(Mamba { num_heads: 16, head_dim: 16, state_dim: 16, num_groups: 2, chunk_size: 32 });
     cfg
 }
 

@@ -2,7 +2,7 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, head, mlp, moe, sublayers};
+use super::{Sublayer, WorkloadError, attention, head, mamba, mlp, moe, sublayers};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};
@@ -96,6 +96,7 @@ impl Weights {
                     Sublayer::Attention => attention::weights(cfg, share, index),
                     Sublayer::Mlp => mlp::weights(cfg, share, index),
                     Sublayer::Moe => moe::weights(cfg, share, index)?,
+                    Sublayer::Mamba => mamba::weights(cfg, share, index)?,
                 });
             }
         }

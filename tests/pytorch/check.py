@@ -62,9 +62,37 @@ class Step:
         o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         return x + F.linear(o.transpose(1, 2).reshape(b, s, nq * d), self.w[p + "proj.weight"])
 
+    def activation(self, a):
+        if self.m["activation"] == "squared_relu":
+            return F.relu(a).square()
+        gate, up = a.chunk(2, -1)
+        return F.silu(gate) * up
+
     def gated(self, y, w1, w2):
-        gate, up = F.linear(y, w1).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, w2)
+        return F.linear(self.activation(F.linear(y, w1)), w2)
+
+    def mamba(self, i, x):
+        """Mamba-2, token by token: h = exp(dt A) h + dt x B^T, y = h C + D x."""
+        e, p = self.m["mamba"], f"layer{i}.mamba."
+        nh, d, n, g = e["num_heads"], e["head_dim"], e["state_dim"], e["num_groups"]
+        b, s, _ = x.shape
+        inner, mats = nh * d, g * n
+        w = lambda what: self.w[p + what]
+        z, xbc, dt = F.linear(self.norm(x, p + "norm.weight"), w("in_proj.weight")).split([inner, inner + 2 * mats, nh], -1)
+        taps = w("conv.weight").shape[-1]
+        xbc = F.conv1d(F.pad(xbc.transpose(1, 2), (taps - 1, 0)), w("conv.weight")[:, None], w("conv.bias").view(-1), groups=inner + 2 * mats)
+        xs, B, C = F.silu(xbc.transpose(1, 2)).split([inner, mats, mats], -1)
+        xs = xs.view(b, s, nh, d)
+        B, C = (t.view(b, s, g, n).repeat_interleave(nh // g, 2) for t in (B, C))
+        dt, A = F.softplus(dt + w("dt_bias").view(-1)), -w("a_log").view(-1).exp()
+        h, ys = torch.zeros(b, nh, d, n), []
+        for t in range(s):
+            h = h * (dt[:, t] * A).exp()[..., None, None] + (dt[:, t, :, None] * xs[:, t])[..., None] * B[:, t, :, None]
+            ys.append((h * C[:, t, :, None]).sum(-1))
+        y = torch.stack(ys, 1) + w("d").view(-1, 1) * xs
+        y = (y.reshape(b, s, inner) * F.silu(z)).view(b, s, g, inner // g)
+        y = F.rms_norm(y, (inner // g,), None, self.m["layernorm_epsilon"]).reshape(b, s, inner) * w("gated_norm.weight").view(-1)
+        return x + F.linear(y, w("out_proj.weight"))
 
     def mlp(self, i, x):
         p = f"layer{i}.mlp."
@@ -113,12 +141,16 @@ class Step:
         keep = torch.ones_like(index, dtype=torch.bool)
         if e["capacity_factor"]:
             cap = math.ceil(tokens * k / bins * e["capacity_factor"])
-            flat_bin, flat_p = (index % bins).reshape(-1), probs.detach().reshape(-1)
-            keep = torch.zeros_like(flat_bin, dtype=torch.bool)
+            # Which rows are kept at the edge of the capacity hangs on the last bit of a probability: the dumped
+            # choice is taken, after checking that it is the right one but for ties within rounding.
+            keep = (self.step[f"l{local}.moe.dest"] >= 0).view_as(index)
+            p_flat = probs.detach()
             for n in range(bins):
-                at = (flat_bin == n).nonzero().reshape(-1)
-                keep[at[torch.argsort(flat_p[at], descending=True, stable=True)[:cap]]] = True
-            keep = keep.view_as(index)
+                here = (index % bins) == n
+                kept, dropped = p_flat[here & keep], p_flat[here & ~keep]
+                assert kept.numel() == min(cap, int(here.sum())), "a bin is not filled to its capacity"
+                if dropped.numel() and kept.numel():
+                    assert dropped.max() <= kept.min() + 1e-2, "a better row was dropped"
         out = torch.zeros_like(y)
         for n in range(n_local):
             for j in range(k):
@@ -131,8 +163,7 @@ class Step:
         return x + out.view_as(x)
 
     def gated_rows(self, y, w1, w2, prob):
-        gate, up = F.linear(y, w1).chunk(2, -1)
-        return F.linear(F.silu(gate) * up * prob[:, None], w2)
+        return F.linear(self.activation(F.linear(y, w1)) * prob[:, None], w2)
 
     def run(self):
         b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]
@@ -144,6 +175,8 @@ class Step:
                 x = self.attention(i, x)
             if kind in ("dense", "mlp_only"):
                 x = self.mlp(i, x)
+            if kind == "mamba":
+                x = self.mamba(i, x)
             if kind in ("moe", "moe_only"):
                 x = self.moe(i, i, x)
         y = self.norm(x, "final_norm.weight")

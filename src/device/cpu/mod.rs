@@ -7,12 +7,22 @@ mod storage;
 
 pub use storage::{Storage, global_index, name_hash};
 
-use super::inject::{Inject, Kind};
+use super::host::{HostCosts, Pacer};
+use super::inject::{Inject, Kind, lasting};
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
 use crate::program::{BufId, Lifetime};
 use std::collections::VecDeque;
 use std::time::Instant;
+
+const MIB: f64 = (1u64 << 20) as f64;
+
+/// Memory that this machine can still give, in bytes; `None` where the kernel does not say (no Linux).
+fn free_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
 
 /// Runs a [`RunPlan`] on the host.
 pub struct CpuExecutor {
@@ -23,6 +33,7 @@ pub struct CpuExecutor {
     captured: bool,
     phase: Phase,
     inject: Option<Inject>,
+    host: Option<HostCosts>,
     /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
     omit_launch: Option<usize>,
     finished: VecDeque<Result<Finished, DeviceError>>,
@@ -33,11 +44,23 @@ pub struct CpuExecutor {
 impl CpuExecutor {
     pub fn new(
         plan: RunPlan,
-        inject: Option<Inject>,
+        mut inject: Option<Inject>,
         omit_launch: Option<usize>,
     ) -> Result<Self, DeviceError> {
+        Inject::at(&mut inject, Phase::Prepare)?;
         // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
         let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
+        let need = Storage::bytes(&widest);
+        if let Some(free) = free_memory().filter(|free| need > *free) {
+            return Err(DeviceError::OutOfMemory {
+                phase: Phase::Prepare,
+                what: "the model on the CPU (four bytes an element)".into(),
+                need_mib: need as f64 / MIB,
+                free_mib: free as f64 / MIB,
+                remedy: "leave --full_size out, or lower --num_layers, -sl, --vocab_size or --hidden_size"
+                    .into(),
+            });
+        }
         let storage = Storage::new(&widest, plan.seed);
         Ok(Self {
             plan,
@@ -46,6 +69,7 @@ impl CpuExecutor {
             captured: false,
             phase: Phase::Prepare,
             inject,
+            host: None,
             omit_launch,
             finished: VecDeque::new(),
             tickets: 0,
@@ -62,14 +86,18 @@ impl CpuExecutor {
         }
     }
 
-    fn run_step(&mut self, arm: Arm) -> Result<f64, DeviceError> {
-        let wrong = self.fault()?;
+    /// Gives the time in `host_sync` launches and the time spun for the host model, in milliseconds.
+    fn run_step(&mut self, arm: Arm) -> Result<(f64, f64), DeviceError> {
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
-        // A wrong result: the first launch of a layer is skipped, its output is an earlier step's.
-        let mut skip = wrong;
-        for segment in &plan.segments {
+        let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
+        let mut pacer = Pacer::new(costs);
+        for (s, segment) in plan.segments.iter().enumerate() {
+            let replayed = replay && segment.graph.is_some();
+            if replayed {
+                pacer.before_replay();
+            }
             let list: Vec<usize> = match segment.graph {
                 Some(g) if replay => {
                     // A shared graph was recorded at its first segment; its launches are equal in op and buffers.
@@ -79,28 +107,23 @@ impl CpuExecutor {
             };
             for i in list {
                 let launch = &plan.program.launches[i];
-                if skip && launch.layer.is_some() {
-                    skip = false;
-                    continue;
+                if !replayed {
+                    pacer.before(i);
                 }
                 let t = Instant::now();
                 self.storage.run(&plan.program, launch)?;
                 if launch.host_sync() {
                     wait_ms += t.elapsed().as_secs_f64() * 1e3;
                 }
+                if !replayed {
+                    pacer.after(i);
+                }
+            }
+            if replayed {
+                pacer.after_replay(s);
             }
         }
-        Ok(wait_ms)
-    }
-
-    /// Fails if a fault is injected here; true if this step is to compute a wrong result.
-    fn fault(&mut self) -> Result<bool, DeviceError> {
-        let phase = self.phase;
-        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
-            None => Ok(false),
-            Some(Kind::WrongResult) => Ok(true),
-            Some(kind) => Err(kind.error(phase)),
-        }
+        Ok((wait_ms, pacer.spun().as_secs_f64() * 1e3))
     }
 
     fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
@@ -134,11 +157,20 @@ impl Executor for CpuExecutor {
     }
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
         let start = self.now_ms();
-        let wait_ms = self.run_step(arm)?;
-        let result = self.result(arm);
+        let fault = Inject::at(&mut self.inject, self.phase)?;
+        let (wait_ms, modelled_ms) = self.run_step(arm)?;
+        let program = &self.plan.eager.program;
+        if let Some(id) = lasting(program).filter(|_| fault == Some(Kind::WrongResult)) {
+            self.storage.spoil(program, id);
+        }
+        let mut result = self.result(arm);
+        if let (Some(kind), Ok(finished)) = (fault, &mut result) {
+            kind.mar(finished);
+        }
         self.finished.push_back(result);
         self.tickets += 1;
-        Ok(Submitted { submit_ms: self.now_ms() - start - wait_ms, wait_ms, ticket: self.tickets })
+        let submit_ms = self.now_ms() - start - wait_ms - modelled_ms;
+        Ok(Submitted { submit_ms, wait_ms, modelled_ms, ticket: self.tickets })
     }
     fn wait(&mut self, _step: Submitted) -> Result<Finished, DeviceError> {
         self.finished
@@ -147,7 +179,10 @@ impl Executor for CpuExecutor {
     }
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         let start = Instant::now();
-        let mut wrong = self.fault()?;
+        let mut wrong = Inject::at(&mut self.inject, Phase::Capture)?.is_some();
+        // A list is made and there: nothing else can fail, unless it is asked to.
+        Inject::at(&mut self.inject, Phase::Instantiate)?;
+        Inject::at(&mut self.inject, Phase::Upload)?;
         let plan = self.arm(Arm::Graph)?.clone();
         self.graphs = vec![Vec::new(); plan.graphs()];
         for segment in &plan.segments {
@@ -207,6 +242,16 @@ impl Executor for CpuExecutor {
     }
     fn health(&mut self) -> Health {
         Health::default()
+    }
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        if let Some(costs) = &costs {
+            costs.eager.check(&self.plan.eager)?;
+            if let Some(graph) = &self.plan.graph {
+                costs.arm(Arm::Graph)?.check(graph)?;
+            }
+        }
+        self.host = costs;
+        Ok(())
     }
     fn read(&mut self, buffer: BufId) -> Result<Vec<f32>, DeviceError> {
         Ok(self.storage.read(&self.plan.eager.program, buffer))

@@ -58,6 +58,22 @@ impl Storage {
         Self { data: data.collect(), seed }
     }
 
+    /// A wrong result on demand: another first element.
+    pub fn spoil(&mut self, program: &Program, id: BufId) {
+        let (root, offset) = program.root(id);
+        match self.data[root.0 as usize].as_mut() {
+            Some(Data::Float(all)) => all.iter_mut().skip(offset).take(1).for_each(|v| *v += 1.0),
+            Some(Data::Int(all)) => all.iter_mut().skip(offset).take(1).for_each(|v| *v ^= 1),
+            None => {}
+        }
+    }
+
+    /// Host memory of [`Storage::new`]; at most `u64::MAX`.
+    pub fn bytes(program: &Program) -> u64 {
+        let roots = program.buffers.iter().filter(|b| b.view_of.is_none());
+        roots.fold(0, |sum, b| sum.saturating_add((b.len() as u64).saturating_mul(4)))
+    }
+
     /// Every buffer as its `Init` says, in the order of ids; activations are poisoned.
     pub fn reset(&mut self, program: &Program) -> Result<(), DeviceError> {
         for (i, b) in program.buffers.iter().enumerate() {
@@ -87,6 +103,9 @@ impl Storage {
                             }
                         }
                         Init::Const { value } => part.fill(round(*value as f32)),
+                        Init::Values { values } => {
+                            part.iter_mut().zip(values).for_each(|(x, v)| *x = round(*v as f32));
+                        }
                         Init::Poison | Init::Inherit => part.fill(f32::NAN),
                         Init::CopyOf { .. } => part.copy_from_slice(&copied.unwrap_or_default()),
                         Init::Words { .. } => {

@@ -8,6 +8,7 @@ use super::prep::{CudaPrep, DevPtr, Issue, OfflinePrep};
 use super::work::Work;
 use crate::capture::ArmPlan;
 use crate::device::DeviceError;
+use crate::device::host::Pacer;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::rc::Rc;
@@ -99,8 +100,10 @@ impl Arm {
         graphed: bool,
         omit: Option<usize>,
         waited: &mut Duration,
+        pacer: &mut Pacer,
     ) -> Result<(), DeviceError> {
         for i in range {
+            pacer.before(i);
             let stream = lanes.of(self.plan.program.launches[i].lane);
             let issued = self.dependencies.before(i, stream, graphed).and_then(|()| {
                 if omit != Some(i) {
@@ -111,6 +114,7 @@ impl Arm {
             if let Err(e) = issued {
                 return Err(super::context::in_phase(e, crate::device::Phase::Prepare, &self.place(i)));
             }
+            pacer.after(i);
         }
         Ok(())
     }
@@ -125,19 +129,27 @@ impl Arm {
     }
 
     /// Issues a whole step on the lanes: graphs where there are some, launches otherwise.
-    pub fn step(&self, lanes: &Lanes, graphs: &[Instance], waited: &mut Duration) -> Result<(), DeviceError> {
+    pub fn step(
+        &self,
+        lanes: &Lanes,
+        graphs: &[Instance],
+        waited: &mut Duration,
+        pacer: &mut Pacer,
+    ) -> Result<(), DeviceError> {
         lanes.fork()?;
         let graphed = !graphs.is_empty();
-        for segment in &self.plan.segments {
+        for (s, segment) in self.plan.segments.iter().enumerate() {
             match segment.graph.and_then(|g| graphs.get(g)) {
                 Some(instance) => {
+                    pacer.before_replay();
                     lanes.join()?;
                     instance.launch(lanes.main()).map_err(|e| {
                         super::context::in_phase(e, crate::device::Phase::Prepare, &segment.label)
                     })?;
                     lanes.fork()?;
+                    pacer.after_replay(s);
                 }
-                None => self.issue(segment.launches.clone(), lanes, graphed, None, waited)?,
+                None => self.issue(segment.launches.clone(), lanes, graphed, None, waited, pacer)?,
             }
         }
         lanes.join()

@@ -6,7 +6,8 @@ use super::graph::{self, Capture, Graph, Instance};
 use super::lanes::Lanes;
 use super::work::{Work, difference};
 use crate::capture::Segment;
-use crate::device::inject::{Inject, Kind};
+use crate::device::host::Pacer;
+use crate::device::inject::Inject;
 use crate::device::{DeviceError, GraphCost, Phase};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -44,7 +45,7 @@ pub(super) fn capture_all(
             move |e: DeviceError| told(e, phase, &segment.label, free)
         };
         let mut omit = setting.omit;
-        if fault(setting.inject, Phase::Capture)? {
+        if Inject::at(setting.inject, Phase::Capture)?.is_some() {
             omit = Some(segment.launches.start);
         }
         let start = Instant::now();
@@ -53,12 +54,12 @@ pub(super) fn capture_all(
         let proved = prove(&graph, arm, eager, segment, &eager_place, omit);
         cost.nodes += proved.map_err(fail(Phase::Capture))?;
 
-        fault(setting.inject, Phase::Instantiate)?;
+        Inject::at(setting.inject, Phase::Instantiate)?;
         let start = Instant::now();
         let instance = Instance::new(&graph).map_err(fail(Phase::Instantiate))?;
         cost.instantiate_ms += ms(start);
 
-        fault(setting.inject, Phase::Upload)?;
+        Inject::at(setting.inject, Phase::Upload)?;
         let main = setting.lanes.main();
         let start = Instant::now();
         instance.upload(main).and_then(|()| main.synchronize()).map_err(fail(Phase::Upload))?;
@@ -71,15 +72,6 @@ pub(super) fn capture_all(
 
 fn ms(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e3
-}
-
-/// Whether a wrong result is asked for here; other faults are errors.
-fn fault(inject: &mut Option<Inject>, phase: Phase) -> Result<bool, DeviceError> {
-    match inject.as_mut().and_then(|i| i.fire(phase)) {
-        None => Ok(false),
-        Some(Kind::WrongResult) => Ok(true),
-        Some(kind) => Err(kind.error(phase)),
-    }
 }
 
 /// A driver error of capture, instantiation or upload, with the graph's name and the exit code it calls for.
@@ -113,7 +105,7 @@ fn record(lanes: &Lanes, arm: &Arm, segment: &Segment, omit: Option<usize>) -> R
     let capture = Capture::begin(lanes.main())?;
     lanes.fork()?;
     let mut waited = Duration::ZERO;
-    arm.issue(range, lanes, true, omit, &mut waited)?;
+    arm.issue(range, lanes, true, omit, &mut waited, &mut Pacer::off())?;
     lanes.join()?;
     capture.end()
 }

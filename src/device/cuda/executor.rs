@@ -5,6 +5,7 @@ use super::busy;
 use super::capture::{self, Setting};
 use super::context::{DeviceMemory, Event, MIB, PinnedMemory, copy_to_device, copy_to_host, in_phase};
 pub use super::cost::launch_cost;
+use super::cudnn::AttentionUse;
 use super::graph::Instance;
 use super::health::Monitor;
 use super::kernels::KernelLaunch;
@@ -15,7 +16,8 @@ use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
-use crate::device::inject::{Inject, Kind};
+use crate::device::host::{HostCosts, Pacer};
+use crate::device::inject::{Inject, Kind, lasting};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
 use std::rc::Rc;
@@ -65,7 +67,15 @@ pub struct CudaExecutor {
     memory: Memory,
     digest_words: DeviceMemory,
     monitor: Monitor,
+    attention_use: AttentionUse,
     inject: Option<Inject>,
+    /// Step whose results hold an injected fault.
+    marred: Option<(u64, Kind)>,
+    host: Option<HostCosts>,
+    /// Issued at the end of each step, and its length in milliseconds.
+    spin: Option<(KernelLaunch, f64)>,
+    /// Free device memory before anything of ours but the context was there.
+    free_at_open: usize,
     omit_launch: Option<usize>,
     phase: Phase,
     tickets: u64,
@@ -80,11 +90,10 @@ impl CudaExecutor {
     /// Errors: [`DeviceError::Unavailable`], [`DeviceError::OutOfMemory`], or a defect found in preparation.
     pub fn new(plan: &RunPlan, options: CudaOptions) -> Result<Self, DeviceError> {
         let mut inject = options.inject.clone();
-        if let Some(kind) = inject.as_mut().and_then(|i| i.fire(Phase::Prepare)) {
-            return Err(kind.error(Phase::Prepare));
-        }
+        Inject::at(&mut inject, Phase::Prepare)?;
         let session = Session::open(&options)?;
         let context = &session.context;
+        let free_at_open = context.memory()?.0;
         let arms = || [Some(&plan.eager), plan.graph.as_ref()].into_iter().flatten();
         let memory = Memory::new(context, plan)?;
         let lanes = Lanes::new(context, arms().map(|a| lanes::count(&a.program)).max().unwrap_or(1))?;
@@ -92,12 +101,17 @@ impl CudaExecutor {
         let results = context.alloc_host(RING * words.max(1) * 4)?;
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
+        let mut attention_use = AttentionUse::default();
         let mut side = |arm| -> Result<Side, DeviceError> {
             let mut kernels = session.kernels.borrow_mut();
             let mut matmuls = session.matmuls.borrow_mut();
+            let mut sdpas = session.sdpas.borrow_mut();
             let mut prep = CudaPrep {
                 kernels: &mut kernels,
                 matmuls: &mut matmuls,
+                sdpas: &mut sdpas,
+                attention: options.attention,
+                attention_use: &mut attention_use,
                 sm_count: context.sm_count,
                 cc: context.cc,
             };
@@ -128,7 +142,12 @@ impl CudaExecutor {
             memory,
             digest_words: context.alloc(digests * 8, "digests")?,
             monitor: Monitor::new(&context.uuid),
+            attention_use,
             inject,
+            marred: None,
+            host: None,
+            spin: None,
+            free_at_open,
             omit_launch: options.omit_launch,
             phase: Phase::Prepare,
             tickets: 0,
@@ -169,28 +188,24 @@ impl CudaExecutor {
         Ok(self.session.context.memory()?.0 as f64 / MIB)
     }
 
-    /// Whether the fault asked for at this place is a wrong result; other kinds are errors.
-    fn fault(&mut self) -> Result<bool, DeviceError> {
-        let phase = self.phase;
-        match self.inject.as_mut().and_then(|i| i.fire(phase)) {
-            None => Ok(false),
-            Some(Kind::WrongResult) => Ok(true),
-            Some(kind) => Err(kind.error(phase)),
-        }
-    }
-
-    /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the part spent waiting.
-    fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<(Duration, Duration), DeviceError> {
+    /// Issues a step into ring slot `at`. Gives the host's time for the launches, and the parts of it spent waiting
+    /// and spinning for the host model.
+    fn issue(&self, arm: Arm, at: usize, spoil: bool) -> Result<[Duration; 3], DeviceError> {
         let side = self.side(arm)?;
         let slot = &self.slots[at];
         let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
+        let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
+        let mut pacer = Pacer::new(costs);
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
         slot.start.record(main)?;
-        side.ready.step(&self.lanes, graphs, &mut waited)?;
-        slot.end.record(main)?;
+        side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
         let issued = start.elapsed();
+        if let Some((spin, _)) = &self.spin {
+            spin.issue(main.raw)?;
+        }
+        slot.end.record(main)?;
         if spoil {
             self.spoil()?;
         }
@@ -198,15 +213,15 @@ impl CudaExecutor {
             results.gather[at].issue(main.raw)?;
         }
         slot.done.record(main)?;
-        Ok((issued, waited))
+        Ok([issued, waited, pacer.spun()])
     }
 
-    /// A wrong result on demand: other bits in the first buffer that the equality check hashes.
+    /// A wrong result on demand: other bits in a buffer that the equality check hashes.
     fn spoil(&self) -> Result<(), DeviceError> {
         const OTHER_BITS: u8 = 0x3A;
         let plan = &self.eager.ready.plan;
-        match plan.program.digest.first() {
-            Some(&id) => {
+        match lasting(&plan.program) {
+            Some(id) => {
                 let bytes = plan.program.buffer(id).bytes().min(64);
                 self.lanes.main().fill(self.memory.address(plan, id)?, OTHER_BITS, bytes)
             }
@@ -323,6 +338,8 @@ fn gather(
 impl Executor for CudaExecutor {
     fn info(&self) -> DeviceInfo {
         let context = &self.session.context;
+        let cudnn = self.attention_use.ran_cudnn().then_some(Library::Cudnn);
+        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn);
         let version = |l: Library| Some((l.title().to_owned(), libraries::find(l).ok()?.version?));
         DeviceInfo {
             device: "cuda".to_owned(),
@@ -331,8 +348,9 @@ impl Executor for CudaExecutor {
             driver_version: self.monitor.driver_version(),
             cuda_version: Some(format!("{}.{}", context.driver_cuda / 1000, context.driver_cuda % 1000 / 10)),
             total_memory_mib: Some(context.total_bytes as f64 / MIB),
-            attention_backend: Some("mbperf".to_owned()),
-            libraries: [Library::Nvrtc, Library::CublasLt].into_iter().filter_map(version).collect(),
+            attention_backend: self.attention_use.title(),
+            libraries: libraries.into_iter().filter_map(version).collect(),
+            notices: self.attention_use.refusals.clone(),
         }
     }
 
@@ -353,18 +371,20 @@ impl Executor for CudaExecutor {
     }
 
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
-        let spoil = self.fault()?;
+        let fault = Inject::at(&mut self.inject, self.phase)?;
         let ticket = self.tickets + 1;
         let at = (ticket % RING as u64) as usize;
         if self.slots[at].busy.is_some() {
             return Err(DeviceError::internal(format!("more than {RING} steps in flight")));
         }
-        let (issued, waited) =
-            self.issue(arm, at, spoil).map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
+        let [issued, waited, spun] = self
+            .issue(arm, at, fault == Some(Kind::WrongResult))
+            .map_err(|e| in_phase(e, self.phase, "issuing a step"))?;
         self.slots[at].busy = Some((ticket, arm));
+        self.marred = fault.map(|kind| (ticket, kind)).or(self.marred);
         self.tickets = ticket;
-        let wait_ms = waited.as_secs_f64() * 1e3;
-        Ok(Submitted { submit_ms: issued.as_secs_f64() * 1e3 - wait_ms, wait_ms, ticket })
+        let [issued_ms, wait_ms, modelled_ms] = [issued, waited, spun].map(|d| d.as_secs_f64() * 1e3);
+        Ok(Submitted { submit_ms: issued_ms - wait_ms - modelled_ms, wait_ms, modelled_ms, ticket })
     }
 
     fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError> {
@@ -376,7 +396,11 @@ impl Executor for CudaExecutor {
         let slot = &self.slots[at];
         let span = slot.done.synchronize().and_then(|()| slot.end.since_ms(&slot.start));
         let span = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
-        self.finished(arm, at, span)
+        let mut finished = self.finished(arm, at, span)?;
+        if let Some((_, kind)) = self.marred.take_if(|(ticket, _)| *ticket == step.ticket) {
+            kind.mar(&mut finished);
+        }
+        Ok(finished)
     }
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
@@ -401,7 +425,7 @@ impl Executor for CudaExecutor {
     fn planned_bytes(&self, arm: Arm) -> u64 {
         self.side(arm).map_or(0, |s| {
             let plan = &s.ready.plan.memory;
-            (plan.persistent_bytes + plan.arena_bytes) as u64
+            (plan.persistent_bytes + plan.arena_bytes + self.attention_use.bytes) as u64
         })
     }
 
@@ -411,6 +435,35 @@ impl Executor for CudaExecutor {
 
     fn health(&mut self) -> Health {
         self.monitor.read()
+    }
+
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        if let Some(costs) = &costs {
+            costs.eager.check(&self.eager.ready.plan)?;
+            if let Some(graph) = &self.graph {
+                costs.arm(Arm::Graph)?.check(&graph.ready.plan)?;
+            }
+        }
+        self.host = costs;
+        Ok(())
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        if ms <= 0.0 {
+            self.spin = None;
+        } else if self.spin.as_ref().is_none_or(|(_, now)| *now != ms) {
+            let kernel = self.session.kernels.borrow_mut().get(UTILITY, "spin", &[], 0)?;
+            let launch = kernel.bind(Config::linear(1, 1), &[Param::I64((ms * 1e6) as i64)])?;
+            self.spin = Some((launch, ms));
+        }
+        Ok(())
+    }
+
+    fn memory_used_mib(&mut self) -> Option<f64> {
+        let alone = self.monitor.read().other_processes.is_none_or(|n| n == 0);
+        let free = self.session.context.memory().ok()?.0;
+        let used = self.free_at_open.checked_sub(free)?;
+        alone.then_some(used as f64 / MIB)
     }
 
     fn read(&mut self, buffer: BufId) -> Result<Vec<f32>, DeviceError> {
@@ -424,7 +477,7 @@ impl Executor for CudaExecutor {
             let side = self.side(arm)?;
             let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
             let mut waited = Duration::ZERO;
-            side.ready.step(&self.lanes, graphs, &mut waited)?;
+            side.ready.step(&self.lanes, graphs, &mut waited, &mut Pacer::off())?;
             session.context.synchronize()
         };
         busy::record(|| step().map_err(|e: DeviceError| e.to_string())).map(|(ms, _)| ms)

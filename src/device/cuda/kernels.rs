@@ -162,7 +162,8 @@ impl KernelCache {
         if self.mode == Mode::Online {
             let module = self.module(&key)?;
             inner.function = module.function(entry)?;
-            inner.sizes = Some(parameter_sizes(inner.function)?);
+            let most = inner.declared.iter().map(Vec::len).max().unwrap_or(0).min(MAX_PARAMS);
+            inner.sizes = Some(parameter_sizes(inner.function, most)?);
             inner._module = Some(module);
             if shared_bytes > FREE_SHARED_BYTES {
                 allow_shared(inner.function, shared_bytes, &inner)?;
@@ -273,14 +274,15 @@ impl Drop for Module {
     }
 }
 
-fn parameter_sizes(function: sys::CUfunction) -> Result<Vec<usize>, DeviceError> {
+/// Sizes of the first `most` parameters. No further one is asked for: that question is an error to a checker.
+fn parameter_sizes(function: sys::CUfunction, most: usize) -> Result<Vec<usize>, DeviceError> {
     let mut sizes = Vec::new();
-    for index in 0..=MAX_PARAMS {
+    for index in 0..most {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function is loaded; writes the two integers.
         match unsafe { sys::cuFuncGetParamInfo(function, index, &mut offset, &mut size) } {
             sys::CUresult::CUDA_SUCCESS => sizes.push(size),
-            // Past the last one.
+            // A variant with fewer.
             sys::CUresult::CUDA_ERROR_INVALID_VALUE => break,
             other => check("cuFuncGetParamInfo", other)?,
         }

@@ -60,7 +60,7 @@ impl Library {
             Library::Driver => "every run on a GPU",
             Library::Nvrtc => "every run on a GPU (compiles the kernels)",
             Library::CublasLt => "every run on a GPU (matrix products)",
-            Library::Cudnn => "nothing yet (a second attention backend)",
+            Library::Cudnn => "faster attention (without it mbperf's own kernels run)",
             Library::Nccl => "runs on several GPUs",
             Library::Cupti => "the column device_busy_ms",
             Library::Nvml => "clock, power and throttle columns",
@@ -292,7 +292,7 @@ fn version(library: Library, address: usize) -> Option<String> {
 /// Opens `library` and makes sure that cudarc will find it with every function in `symbols`, so that no later
 /// call can panic.
 fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
-    use cudarc::{cublaslt, cupti, driver, nvrtc};
+    use cudarc::{cublaslt, cudnn, cupti, driver, nvrtc};
     let missing = |reason: String| {
         DeviceError::Unavailable(format!(
             "{} is needed by {} and was not found: {reason}; install it, or name its folder with --cuda_path (see `mbperf doctor`)",
@@ -308,7 +308,8 @@ fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
             Library::Nvrtc => nvrtc::sys::is_culib_present(),
             Library::CublasLt => cublaslt::sys::is_culib_present(),
             Library::Cupti => cupti::sys::is_culib_present(),
-            Library::Cudnn | Library::Nccl | Library::Nvml => true,
+            Library::Cudnn => cudnn::sys::is_culib_present(),
+            Library::Nccl | Library::Nvml => true,
         }
     };
     if !present {
@@ -326,7 +327,8 @@ fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
                     Library::Nvrtc => nvrtc::sys::culib().get::<Any>(name.as_bytes()).is_err(),
                     Library::CublasLt => cublaslt::sys::culib().get::<Any>(name.as_bytes()).is_err(),
                     Library::Cupti => cupti::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::Cudnn | Library::Nccl | Library::Nvml => false,
+                    Library::Cudnn => cudnn::sys::culib().get::<Any>(name.as_bytes()).is_err(),
+                    Library::Nccl | Library::Nvml => false,
                 }
             }
         })
@@ -357,6 +359,12 @@ pub fn ensure_cublaslt() -> Result<(), DeviceError> {
 pub fn ensure_cupti() -> Result<(), DeviceError> {
     static ONCE: OnceLock<Result<(), String>> = OnceLock::new();
     keep(&ONCE, || ensure(Library::Cupti, super::symbols::CUPTI))
+}
+
+/// Whether cuDNN can be called.
+pub fn ensure_cudnn() -> Result<(), DeviceError> {
+    static ONCE: OnceLock<Result<(), String>> = OnceLock::new();
+    keep(&ONCE, || ensure(Library::Cudnn, super::symbols::CUDNN))
 }
 
 fn keep(

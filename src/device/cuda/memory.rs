@@ -137,6 +137,12 @@ impl Memory {
             Init::Inherit => Ok(()),
             Init::Poison => stream.fill(at, POISON, buffer.bytes()),
             Init::Const { value } => constant(stream, at, buffer, *value),
+            Init::Values { values } => {
+                if values.len() != buffer.len() || !buffer.dtype.is_float() {
+                    return refuse("its values do not fit");
+                }
+                copy_to_device(at, &encode(buffer.dtype, values))
+            }
             Init::Words { words } => {
                 if words.len() * 4 > buffer.bytes() || buffer.dtype.size() != 4 {
                     return refuse("its first words do not fit");

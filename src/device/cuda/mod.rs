@@ -5,6 +5,7 @@ mod busy;
 mod capture;
 pub mod context;
 mod cost;
+pub mod cudnn;
 pub mod disk;
 pub mod executor;
 mod graph;

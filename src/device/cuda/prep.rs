@@ -1,5 +1,6 @@
 //! What ops see of CUDA: addresses, kernels by source, issues that only launch.
 
+use super::cudnn::{AttentionChoice, AttentionUse, Pass, SdpaCall, SdpaSpec, Sdpas};
 use super::kernels::{Kernel, KernelCache};
 use super::matmul::{MatmulPlan, MatmulSpec};
 use crate::device::DeviceError;
@@ -96,6 +97,8 @@ pub enum Issue {
     Nothing,
     Kernel(super::kernels::KernelLaunch),
     Matmul(MatmulPlan),
+    /// Attention by cuDNN.
+    Sdpa(SdpaCall),
     /// Device-to-device copy.
     Copy {
         dst: DevPtr,
@@ -121,6 +124,9 @@ pub enum Issue {
 pub struct CudaPrep<'a> {
     pub(super) kernels: &'a mut KernelCache,
     pub(super) matmuls: &'a mut super::matmul::Matmuls,
+    pub(super) sdpas: &'a mut Sdpas,
+    pub(super) attention: AttentionChoice,
+    pub(super) attention_use: &'a mut AttentionUse,
     /// Streaming multiprocessors (132 on an H200; offline: 132).
     pub sm_count: usize,
     /// Compute capability as major * 10 + minor (90 on an H200).
@@ -157,12 +163,26 @@ impl CudaPrep<'_> {
     ) -> Result<Issue, DeviceError> {
         self.matmuls.plan(spec, a, b, c, d, workspace).map(Issue::Matmul)
     }
+
+    /// Attention by cuDNN on `args` (in the op's order), or `None` when the op's own kernels are to run. `wanted`:
+    /// the case, or why cuDNN has no plan for it; its `deterministic` is set here, from the run's choice.
+    pub fn sdpa(
+        &mut self,
+        wanted: Result<SdpaSpec, String>,
+        args: &[DevPtr],
+    ) -> Result<Option<Issue>, DeviceError> {
+        let free = !self.attention.deterministic;
+        let wanted = wanted.map(|s| SdpaSpec { deterministic: s.pass == Pass::Forward || !free, ..s });
+        super::cudnn::choose(self.sdpas, self.attention, self.attention_use, wanted, args)
+    }
 }
 
 /// Preparation without a device: `mbperf` and its tests use it to compile and check every kernel.
 pub struct OfflinePrep {
     kernels: KernelCache,
     matmuls: super::matmul::Matmuls,
+    sdpas: Sdpas,
+    attention_use: AttentionUse,
     sm_count: usize,
     cc: u32,
 }
@@ -183,6 +203,8 @@ impl OfflinePrep {
         Ok(Self {
             kernels: KernelCache::offline(arch),
             matmuls: super::matmul::Matmuls::offline(),
+            sdpas: Sdpas::offline(),
+            attention_use: AttentionUse::default(),
             sm_count: OFFLINE_SM_COUNT,
             cc,
         })
@@ -193,6 +215,8 @@ impl OfflinePrep {
         Self {
             kernels: KernelCache::collecting(arch),
             matmuls: super::matmul::Matmuls::offline(),
+            sdpas: Sdpas::offline(),
+            attention_use: AttentionUse::default(),
             sm_count,
             cc,
         }
@@ -208,6 +232,9 @@ impl OfflinePrep {
         CudaPrep {
             kernels: &mut self.kernels,
             matmuls: &mut self.matmuls,
+            sdpas: &mut self.sdpas,
+            attention: AttentionChoice::default(),
+            attention_use: &mut self.attention_use,
             sm_count: self.sm_count,
             cc: self.cc,
         }

@@ -2,6 +2,7 @@
 //! executors; opening the device for each would take minutes.
 
 use super::context::Context;
+use super::cudnn::{AttentionChoice, Sdpas};
 use super::disk;
 use super::kernels::KernelCache;
 use super::libraries;
@@ -21,6 +22,8 @@ pub struct CudaOptions {
     pub cache_dir: Option<PathBuf>,
     /// `--cuda_path`: folder that libraries are looked for in first.
     pub cuda_path: Option<PathBuf>,
+    /// `--attention_backend`.
+    pub attention: AttentionChoice,
     /// Times cuBLASLt's candidates; otherwise its own first guess is taken.
     pub tune: bool,
     /// `--inject`.
@@ -31,7 +34,15 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { ordinal: 0, cache_dir: None, cuda_path: None, tune: true, inject: None, omit_launch: None }
+        Self {
+            ordinal: 0,
+            cache_dir: None,
+            cuda_path: None,
+            attention: AttentionChoice::default(),
+            tune: true,
+            inject: None,
+            omit_launch: None,
+        }
     }
 }
 
@@ -39,6 +50,7 @@ impl Default for CudaOptions {
 #[derive(Debug)]
 pub(super) struct Session {
     pub matmuls: RefCell<Matmuls>,
+    pub sdpas: RefCell<Sdpas>,
     pub kernels: RefCell<KernelCache>,
     pub context: Rc<Context>,
 }
@@ -62,6 +74,7 @@ impl Session {
             let context = Context::open(options.ordinal)?;
             let session = Rc::new(Self {
                 kernels: RefCell::new(KernelCache::online(&context.arch(), folder.clone())?),
+                sdpas: RefCell::new(Sdpas::online(&context)),
                 matmuls: RefCell::new(Matmuls::online(&context, options.tune, folder)?),
                 context,
             });

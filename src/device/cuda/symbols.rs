@@ -95,3 +95,18 @@ pub const CUPTI: &[&str] = &[
     "cuptiActivityGetNextRecord",
     "cuptiActivityRegisterCallbacks",
 ];
+
+/// All of them since cuDNN 9.0.
+pub const CUDNN: &[&str] = &[
+    "cudnnBackendCreateDescriptor",
+    "cudnnBackendDestroyDescriptor",
+    "cudnnBackendExecute",
+    "cudnnBackendFinalize",
+    "cudnnBackendGetAttribute",
+    "cudnnBackendSetAttribute",
+    "cudnnCreate",
+    "cudnnDestroy",
+    "cudnnGetLastErrorString",
+    "cudnnGetVersion",
+    "cudnnSetStream",
+];

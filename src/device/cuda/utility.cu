@@ -40,6 +40,13 @@ extern "C" __global__ void __launch_bounds__(256) digest8(const u8* x, long long
 extern "C" __global__ void __launch_bounds__(256) digest16(const u16* x, long long elements, u64* out) { digest(x, elements, out); }
 extern "C" __global__ void __launch_bounds__(256) digest32(const u32* x, long long elements, u64* out) { digest(x, elements, out); }
 
+// One thread that does nothing for a while: to see that measuring finds a step that is longer by a known time.
+extern "C" __global__ void spin(long long nanoseconds) {
+    unsigned long long begun, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+    do { asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); } while ((long long)(now - begun) < nanoseconds);
+}
+
 // Loss, gradient norm and fault words of a step, from where they lie to pinned host memory.
 extern "C" __global__ void gather_words(const u64* addresses, u32* out, int words) {
     for (int i = threadIdx.x; i < words; i += blockDim.x) out[i] = *reinterpret_cast<const u32*>(addresses[i]);

@@ -4,9 +4,10 @@
 mod inject;
 mod times;
 
-pub use inject::{Fault, FaultKind, Injected};
+pub use inject::Injected;
 pub use times::{Noise, Times};
 
+use crate::device::host::HostCosts;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -95,6 +96,8 @@ impl Script {
             steps_since_reset: 0,
             tickets: 0,
             last_arm: Arm::Eager,
+            host: None,
+            spin_ms: 0.0,
         }
     }
 }
@@ -115,6 +118,8 @@ pub struct FakeExecutor {
     steps_since_reset: usize,
     tickets: u64,
     last_arm: Arm,
+    host: Option<HostCosts>,
+    spin_ms: f64,
 }
 
 /// One-off costs of the fake's two graphs.
@@ -177,8 +182,14 @@ impl Executor for FakeExecutor {
         if replay && std::mem::take(&mut self.first_replay) {
             device_ms *= FIRST_REPLAY;
         }
+        // Issuing takes at least the host model's time.
+        let modelled_ms = match &self.host {
+            Some(costs) => (costs.arm(arm)?.step_ms - submit_ms).max(0.0),
+            None => 0.0,
+        };
+        device_ms += self.spin_ms;
         let begun = self.clock_ms;
-        self.clock_ms += submit_ms;
+        self.clock_ms += submit_ms + modelled_ms;
         let device_start = self.device_free_ms.max(begun);
         self.device_free_ms = (device_start + device_ms).max(self.clock_ms);
         let loss = (self.script.loss)(arm, self.steps_since_reset);
@@ -195,7 +206,7 @@ impl Executor for FakeExecutor {
                 fault: None,
             },
         ));
-        Ok(Submitted { submit_ms, wait_ms: 0.0, ticket: self.tickets })
+        Ok(Submitted { submit_ms, wait_ms: 0.0, modelled_ms, ticket: self.tickets })
     }
 
     fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError> {
@@ -253,6 +264,20 @@ impl Executor for FakeExecutor {
 
     fn health(&mut self) -> Health {
         self.script.health.clone()
+    }
+
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        self.host = costs;
+        Ok(())
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        self.spin_ms = ms;
+        Ok(())
+    }
+
+    fn stall(&mut self, ms: f64) {
+        self.clock_ms += ms;
     }
 
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {

@@ -2,6 +2,7 @@
 
 use super::AttnShape;
 use crate::device::DeviceError;
+use crate::device::cuda::cudnn::{Pass, SdpaSpec};
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 
 const FORWARD: KernelSource = KernelSource {
@@ -125,6 +126,28 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
     Ok(())
 }
 
+/// The case as cuDNN's plan takes it, or why there is none.
+pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
+    if s.dropout.is_some() {
+        return Err("dropout draws from mbperf's own generator".to_owned());
+    }
+    if s.positions.chunks[0] != (0, s.kv_len) || s.q_len() != s.kv_len {
+        return Err("the rank holds parts of the sequence (context parallelism)".to_owned());
+    }
+    if s.kv_len < 2 {
+        return Err("a sequence of one token".to_owned());
+    }
+    Ok(SdpaSpec {
+        pass,
+        batch: s.batch(),
+        q_heads: s.q_heads,
+        kv_heads: s.kv_heads,
+        seq: s.kv_len,
+        head_dim: s.head_dim,
+        deterministic: true,
+    })
+}
+
 /// Parameters that end every attention kernel's list: shapes, positions, scale, dropout.
 fn shape_params(s: &AttnShape) -> Vec<Param> {
     let [(start0, len0), (start1, _)] = s.positions.chunks;
@@ -165,6 +188,9 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
         (&[q, k, v, words, o, lse], true) => (q, k, v, words, o, lse),
         _ => return Err(DeviceError::internal("attention_fwd: wrong number of arguments")),
     };
+    if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Forward), args)? {
+        return Ok(issue);
+    }
     let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
@@ -210,6 +236,9 @@ pub(super) fn backward(
         (&[q, k, v, o, lse, d_o, words, dq, dk, dv], true) => ([q, k, v, o, lse, d_o], words, dq, dk, dv),
         _ => return Err(DeviceError::internal("attention_bwd: wrong number of arguments")),
     };
+    if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Backward), args)? {
+        return Ok(issue);
+    }
     let [q, k, v, o, lse, d_o] = inputs;
     let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
     let tiles = Tiles::of(s, cuda.cc);

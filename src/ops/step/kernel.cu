@@ -64,3 +64,15 @@ extern "C" __global__ void __launch_bounds__(256) random_fill(const unsigned* wo
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < len; i += stride)
         out[i] = Store<OUT>::of(__fmul_rn(normal_of(draw4(words, seed_offset, draw, (u32)i)), std));
 }
+
+// Copies 16-byte vectors, four a thread in flight: a copy node of the driver moves about two thirds as much a second.
+extern "C" __global__ void __launch_bounds__(256) copy_vectors(const unsigned char* x, unsigned char* out, long long vectors) {
+    const uint4* from = reinterpret_cast<const uint4*>(x);
+    uint4* to = reinterpret_cast<uint4*>(out);
+    const i64 base = (i64)blockIdx.x * 1024 + threadIdx.x;
+    uint4 v[4];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) if (base + i * 256 < vectors) v[i] = from[base + i * 256];
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) if (base + i * 256 < vectors) to[base + i * 256] = v[i];
+}

@@ -137,6 +137,10 @@ impl Op for Zero {
     }
 }
 
+/// Bytes of a vector of `copy_vectors`, and vectors that a block of it copies.
+const COPY_VECTOR: usize = 16;
+const VECTORS_PER_BLOCK: usize = 1024;
+
 /// Copies a buffer. Arguments: x `[len]`, out `[len]`, both of `dtype`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Copy {
@@ -172,13 +176,23 @@ impl Op for Copy {
 
     fn prepare(
         &self,
-        _cuda: &mut CudaPrep,
+        cuda: &mut CudaPrep,
         args: &[DevPtr],
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         let [src, dst] = addresses(self.name(), args)?;
         let bytes = self.len * self.dtype.size();
-        Ok(if bytes == 0 { Issue::Nothing } else { Issue::Copy { dst, src, bytes } })
+        let aligned = [src.0, dst.0, bytes as u64].iter().all(|n| n % COPY_VECTOR as u64 == 0);
+        if bytes == 0 {
+            return Ok(Issue::Nothing);
+        }
+        if !aligned {
+            return Ok(Issue::Copy { dst, src, bytes });
+        }
+        let vectors = bytes / COPY_VECTOR;
+        let kernel = cuda.kernel(SOURCE, "copy_vectors", &[], 0)?;
+        let config = Config::linear(vectors.div_ceil(VECTORS_PER_BLOCK), THREADS);
+        cuda.launch(&kernel, config, &[src.into(), dst.into(), Param::I64(vectors as i64)])
     }
 }
 

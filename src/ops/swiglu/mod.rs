@@ -38,7 +38,7 @@ fn sigmoid<T: Real>(x: T) -> T {
 }
 
 /// Rows before the padding: offsets[experts], never more than there are.
-fn used_rows(offsets: &[i32], experts: usize, rows: usize) -> usize {
+pub(super) fn used_rows(offsets: &[i32], experts: usize, rows: usize) -> usize {
     usize::try_from(offsets[experts]).unwrap_or(0).min(rows)
 }
 
@@ -115,14 +115,14 @@ const VECTOR: usize = 8;
 const MAX_THREADS: usize = 256;
 
 /// (threads of a block, blocks side by side in a row) that waste the fewest threads.
-fn row_blocks(ffn: usize) -> (usize, usize) {
+pub(super) fn row_blocks(ffn: usize) -> (usize, usize) {
     let vectors = ffn / VECTOR;
     let blocks = vectors.div_ceil(MAX_THREADS);
     (vectors.div_ceil(blocks).next_multiple_of(32), blocks)
 }
 
 /// Structured inputs: three quarters of the rows belong to experts, in uneven shares.
-fn sample_routed(seed: u64, rows: usize, experts: usize) -> (Vec<f64>, Vec<f64>) {
+pub(super) fn sample_routed(seed: u64, rows: usize, experts: usize) -> (Vec<f64>, Vec<f64>) {
     let used = rows - rows / 4;
     let word = |i: usize, key: u32| philox([i as u32, key, 0, 0], [seed as u32, (seed >> 32) as u32])[0];
     let probs = (0..rows).map(|i| ((word(i, 1) >> 8) as f32 / 16_777_216.0) as f64).collect();
@@ -137,7 +137,7 @@ fn sample_routed(seed: u64, rows: usize, experts: usize) -> (Vec<f64>, Vec<f64>)
 }
 
 /// Normal(0, 1) values of a bf16 buffer.
-fn sample_bf16(seed: u64, key: u32, n: usize) -> Vec<f64> {
+pub(super) fn sample_bf16(seed: u64, key: u32, n: usize) -> Vec<f64> {
     let draw = |i: usize| normal_of(philox([i as u32, key, 0, 0], [seed as u32, (seed >> 32) as u32]));
     (0..n).map(|i| draw(i).bf16() as f64).collect()
 }

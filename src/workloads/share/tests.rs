@@ -26,6 +26,7 @@ fn dense(layers: usize) -> ShareInput {
         ffn: 14336,
         vocab: 128256,
         experts: None,
+        mamba: None,
         micro_batch: 1,
         global_batch: 128,
         seq: 8192,

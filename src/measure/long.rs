@@ -1,0 +1,85 @@
+//! Blocks of long steps. Where a step takes a good part of a second, a block of one timed step between two that
+//! do not count costs three, and the default time gives too few pairs for an interval. Here, without touching
+//! what a pair is (neighbouring steady steps of both arms, ABBA):
+//!
+//! - blocks of one arm that meet (B of AB, then B of BA) follow each other without steps between them: the arm
+//!   does not change, so there is nothing to drop;
+//! - where the device is the limit, the next arm's first step, which is dropped anyway, is the step that runs
+//!   ahead of the last timed one: nothing is run only to drain the queue.
+//!
+//! A pair costs three steps of the mean length, or four where the host is the limit, in place of six.
+
+use super::blocks::{interval, pairs, precise};
+use super::outcome::{Pacing, Stopped};
+use super::progress::Update;
+use super::session::{Session, Stop};
+use crate::device::Arm;
+
+/// Steps from here on are long: a pair of plain blocks takes 1.5 s, so that 20 s hold 12 pairs or fewer.
+const LONG_STEP_MS: f64 = 250.0;
+/// A host that needs under half of a step's time runs well ahead, and what it submits next does not matter to
+/// when the end of a step is seen.
+const DEVICE_BOUND: f64 = 0.5;
+
+/// Whether these steps are timed this way: one is long, and one is enough for a block of the other.
+pub(super) fn applies(step_ms: &[f64], min_block_ms: f64) -> bool {
+    step_ms.len() == 2
+        && step_ms.iter().all(|ms| *ms >= min_block_ms)
+        && step_ms.iter().any(|ms| *ms >= LONG_STEP_MS)
+}
+
+/// Whether the host needs little of a step's time in every arm, by its last step.
+fn device_bound(session: &Session, sides: &[Arm]) -> bool {
+    sides.iter().all(|arm| {
+        let last = session.steps.iter().rev().find(|s| s.arm == *arm);
+        last.is_some_and(|s| s.submit_ms + s.wait_ms + s.modelled_ms < DEVICE_BOUND * s.wall_ms)
+    })
+}
+
+/// Pairs of blocks of one step until the interval is narrow or `limit_ms` is reached; one pair always.
+pub(super) fn time(
+    session: &mut Session,
+    sides: &[Arm],
+    pacing: Pacing,
+    step_ms: &[f64],
+    start_ms: f64,
+    limit_ms: f64,
+) -> Result<Stopped, Stop> {
+    // Under a host model the host is the limit more often than not; draining is right for both.
+    let chained = pacing == Pacing::RunAhead && device_bound(session, sides);
+    let idle_steps = if chained { 1 } else { 2 };
+    let mut step_ms = step_ms.to_vec();
+    let mut carry = None;
+    let mut run = 0;
+    let stopped = loop {
+        let side = run % 2;
+        let cost = |side: usize, blocks: usize| (idle_steps + blocks) as f64 * step_ms[side];
+        let in_flight = if chained && run > 0 { step_ms[1 - side] } else { 0.0 };
+        let left = limit_ms - session.executor.now_ms() - in_flight;
+        // A second block opens the next pair, which must fit too.
+        let goes_on = run == 0 || left >= cost(side, 2) + cost(1 - side, 1);
+        let blocks = if run > 0 && goes_on { 2 } else { 1 };
+        session.run_of_blocks(&mut carry, side, sides[side], blocks, pacing, !chained)?;
+        run += 1;
+        if let Some(last) = session.blocks.iter().rev().find(|b| b.side == side && b.pacing == pacing) {
+            step_ms[side] = last.wall_ms_median;
+        }
+        let found = pairs(&session.blocks, pacing).len();
+        let judged = if found.is_multiple_of(2) { interval(&session.blocks, 2, pacing) } else { None };
+        session.hooks.progress.update(&Update {
+            elapsed_s: (session.executor.now_ms() - start_ms) / 1e3,
+            max_time_s: (limit_ms - start_ms) / 1e3,
+            pairs: found,
+            half_width: judged.map(|i| i.half_width()),
+            speedup: judged.map(|i| i.value.exp()),
+        });
+        if precise(found, judged) {
+            break Stopped::Precision;
+        }
+        if !goes_on {
+            break Stopped::MaxTime;
+        }
+    };
+    session.finish_carry(&mut carry)?;
+    Ok(stopped)
+}

@@ -1,0 +1,313 @@
+//! Mamba-2's causal depthwise convolution over tokens with bias and SiLU: out[t, c] = silu(bias[c] + sum_k w[c, k]
+//! in[t - 3 + k, c]), each sequence from zeros.
+//!
+//! The input is a column block of the in-projection's output [z, x, B, C, dt]: columns `first..first + channels` of rows of
+//! `width`. The backward writes whole rows of that output's gradient, with the parts of z and dt that other ops computed.
+
+use super::support::{VECTOR, addresses, aligned};
+use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
+use crate::cpu_reference;
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::program::DType;
+use rayon::prelude::*;
+
+/// Width of the filter; `mamba_conv_kernel` of every model.
+pub const TAPS: usize = 4;
+
+/// Where the convolution lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvShape {
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// x, B and C.
+    pub channels: usize,
+    /// Columns before them (z).
+    pub first: usize,
+    /// Columns after them (dt).
+    pub tail: usize,
+}
+
+/// Args: in R bf16 [T, first + channels + tail], weight R bf16 [channels, 4], bias R bf16 [channels], out W bf16 [T, channels].
+#[derive(Debug, Clone, PartialEq)]
+pub struct MambaConvFwd {
+    pub shape: ConvShape,
+}
+
+/// Args: in, weight, bias as in [`MambaConvFwd`], dout R bf16 [T, channels], dz R bf16 [T, first], ddt R bf16 [T, tail], din W
+/// bf16 [T, first + channels + tail], partial W f32 [batch * tiles, 5 * channels] (dw as [channels, 4], then dbias; rows to be
+/// summed).
+#[derive(Debug, Clone, PartialEq)]
+pub struct MambaConvBwd {
+    pub shape: ConvShape,
+}
+
+/// Tokens of a tile: enough that the three tokens read twice cost little, few enough that blocks fill the device.
+const ROWS: usize = 64;
+const THREADS: usize = 128;
+const SOURCE: KernelSource = KernelSource { name: "mamba_conv/kernel.cu", text: include_str!("kernel.cu") };
+
+impl ConvShape {
+    pub fn tokens(&self) -> usize {
+        self.batch * self.seq
+    }
+    pub fn width(&self) -> usize {
+        self.first + self.channels + self.tail
+    }
+    fn tiles(&self) -> usize {
+        self.seq.div_ceil(ROWS)
+    }
+    pub fn partial_rows(&self) -> usize {
+        self.batch * self.tiles()
+    }
+    fn inputs(&self) -> Vec<ArgSpec> {
+        let bf16 = DType::Bf16;
+        vec![
+            ArgSpec::read("in", bf16, &[self.tokens(), self.width()]),
+            ArgSpec::read("weight", bf16, &[self.channels, TAPS]),
+            ArgSpec::read("bias", bf16, &[self.channels]),
+        ]
+    }
+    /// Value before SiLU of token `t` of sequence `b`.
+    fn before<T: Real>(&self, (x, w, bias): (&[T], &[T], &[T]), b: usize, t: usize, c: usize) -> T {
+        let at = |t: usize| x[(b * self.seq + t) * self.width() + self.first + c];
+        (0..TAPS)
+            .filter(|k| t + k + 1 >= TAPS)
+            .fold(bias[c], |sum, k| sum + w[c * TAPS + k] * at(t + k + 1 - TAPS))
+    }
+    fn issue(
+        &self,
+        op: &str,
+        entry: &str,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        columns: usize,
+        ints: &[(&str, usize)],
+    ) -> Result<Issue, DeviceError> {
+        if self.tokens() == 0 {
+            return Ok(Issue::Nothing);
+        }
+        for (what, n) in [("channels", self.channels), ("columns before the channels", self.first)] {
+            check_multiple(op, what, n, VECTOR)?;
+        }
+        check_multiple(op, "columns after the channels", self.tail, VECTOR)?;
+        aligned(op, args)?;
+        const MAX_GRID_YZ: usize = 65_535;
+        if self.tiles() > MAX_GRID_YZ || self.batch > MAX_GRID_YZ {
+            return Err(DeviceError::Invalid(format!(
+                "{op}: {} sequences of {} tokens exceed the grid; use a smaller micro-batch or sequence",
+                self.batch, self.seq
+            )));
+        }
+        let kernel = cuda.kernel(SOURCE, entry, &[("ROWS", ROWS.to_string())], 0)?;
+        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
+        for (what, n) in ints {
+            params.push(int_param(op, what, *n)?.into());
+        }
+        let blocks = (columns / VECTOR).div_ceil(THREADS);
+        let config = Config {
+            grid: [blocks as u32, self.tiles() as u32, self.batch as u32],
+            block: [THREADS as u32, 1, 1],
+            shared_bytes: 0,
+        };
+        cuda.launch(&kernel, config, &params)
+    }
+}
+
+fn sigmoid<T: Real>(x: T) -> T {
+    T::of(1.0) / (T::of(1.0) + (-x).exp())
+}
+
+impl MambaConvFwd {
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        let s = &self.shape;
+        let read = (args.input(0)?, args.input(1)?, args.input(2)?);
+        args.output(3)?.par_chunks_mut(s.channels.max(1)).enumerate().for_each(|(row, out)| {
+            for (c, out) in out.iter_mut().enumerate() {
+                let p = s.before(read, row / s.seq, row % s.seq, c);
+                *out = (p * sigmoid(p)).bf16();
+            }
+        });
+        Ok(())
+    }
+}
+
+impl MambaConvBwd {
+    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        let s = &self.shape;
+        let read = (args.input(0)?, args.input(1)?, args.input(2)?);
+        let (dout, dz, ddt) = (args.input(3)?, args.input(4)?, args.input(5)?);
+        let (din, partial) = (args.output(6)?, args.output(7)?);
+        let (channels, seq) = (s.channels.max(1), s.seq.max(1));
+        let mut g = vec![T::of(0.0); s.tokens() * s.channels];
+        g.par_chunks_mut(channels).enumerate().for_each(|(row, g)| {
+            for (c, g) in g.iter_mut().enumerate() {
+                let p = s.before(read, row / seq, row % seq, c);
+                let y = sigmoid(p);
+                *g = dout[row * channels + c] * y * (T::of(1.0) + p * (T::of(1.0) - y));
+            }
+        });
+        din.par_chunks_mut(s.width().max(1)).enumerate().for_each(|(row, out)| {
+            let t = row % seq;
+            out[..s.first].copy_from_slice(&dz[row * s.first..][..s.first]);
+            out[s.first + s.channels..].copy_from_slice(&ddt[row * s.tail..][..s.tail]);
+            for c in 0..s.channels {
+                // Tap k of token t + 3 - k read this token.
+                let sum = (0..TAPS)
+                    .filter(|k| t + TAPS - 1 - k < s.seq)
+                    .map(|k| read.1[c * TAPS + k] * g[(row + TAPS - 1 - k) * channels + c])
+                    .sum::<T>();
+                out[s.first + c] = sum.bf16();
+            }
+        });
+        partial.par_chunks_mut((TAPS + 1) * channels).enumerate().for_each(|(tile, out)| {
+            let (b, t0) = (tile / s.tiles(), tile % s.tiles() * ROWS);
+            let rows = t0..(t0 + ROWS).min(s.seq);
+            for c in 0..s.channels {
+                let grad = |t: usize| g[(b * s.seq + t) * channels + c];
+                for k in 0..TAPS {
+                    let from = rows.clone().filter(|t| t + k + 1 >= TAPS);
+                    let x = |t: usize| read.0[(b * s.seq + t + k + 1 - TAPS) * s.width() + s.first + c];
+                    out[c * TAPS + k] = from.map(|t| grad(t) * x(t)).sum::<T>().f32();
+                }
+                out[TAPS * channels + c] = rows.clone().map(grad).sum::<T>().f32();
+            }
+        });
+        Ok(())
+    }
+}
+
+impl Op for MambaConvFwd {
+    fn name(&self) -> &'static str {
+        "mamba_conv_fwd"
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        let s = &self.shape;
+        let mut args = s.inputs();
+        args.push(ArgSpec::write("out", DType::Bf16, &[s.tokens(), s.channels]));
+        args
+    }
+    /// Four products with sums, SiLU (five).
+    fn flops(&self) -> f64 {
+        (self.shape.tokens() * self.shape.channels * (2 * TAPS + 5)) as f64
+    }
+    /// The channels' columns alone are read.
+    fn bytes(&self) -> f64 {
+        (self.shape.tokens() * self.shape.channels * 4 + self.shape.channels * (TAPS + 1) * 2) as f64
+    }
+    fn tolerance(&self, _arg: usize) -> f64 {
+        tolerance(DType::Bf16, TAPS, 0)
+    }
+    cpu_reference!();
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        let s = &self.shape;
+        addresses::<4>(self.name(), args)?;
+        let ints = [("width", s.width()), ("first", s.first), ("channels", s.channels), ("seq", s.seq)];
+        s.issue(self.name(), "mamba_conv_fwd", cuda, args, s.channels, &ints)
+    }
+}
+
+impl Op for MambaConvBwd {
+    fn name(&self) -> &'static str {
+        "mamba_conv_bwd"
+    }
+    fn args(&self) -> Vec<ArgSpec> {
+        let s = &self.shape;
+        let (bf16, t) = (DType::Bf16, s.tokens());
+        let mut args = s.inputs();
+        args.push(ArgSpec::read("dout", bf16, &[t, s.channels]));
+        args.push(ArgSpec::read("dz", bf16, &[t, s.first]));
+        args.push(ArgSpec::read("ddt", bf16, &[t, s.tail]));
+        args.push(ArgSpec::write("din", bf16, &[t, s.width()]));
+        args.push(ArgSpec::write("partial", DType::F32, &[s.partial_rows(), (TAPS + 1) * s.channels]));
+        args
+    }
+    /// The forward again, the slope of SiLU (five), and both gradients of the products.
+    fn flops(&self) -> f64 {
+        (self.shape.tokens() * self.shape.channels * (6 * TAPS + 11)) as f64
+    }
+    /// The channels' columns alone of `in` are read; dz and ddt are copied.
+    fn bytes(&self) -> f64 {
+        let s = &self.shape;
+        let per_token = 3 * s.channels + 2 * (s.first + s.tail);
+        (s.tokens() * per_token * 2 + s.partial_rows() * (TAPS + 1) * s.channels * 4) as f64
+    }
+    fn tolerance(&self, arg: usize) -> f64 {
+        if arg == 7 { tolerance(DType::F32, ROWS, 0) } else { tolerance(DType::Bf16, TAPS, 0) }
+    }
+    cpu_reference!();
+    fn prepare(
+        &self,
+        cuda: &mut CudaPrep,
+        args: &[DevPtr],
+        _workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        let s = &self.shape;
+        addresses::<8>(self.name(), args)?;
+        let ints = [
+            ("width", s.width()),
+            ("first", s.first),
+            ("channels", s.channels),
+            ("tail", s.tail),
+            ("seq", s.seq),
+        ];
+        s.issue(self.name(), "mamba_conv_bwd", cuda, args, s.width(), &ints)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::*;
+
+    fn check(shape: ConvShape) {
+        let (fwd, bwd) = (MambaConvFwd { shape }, MambaConvBwd { shape });
+        let v = inputs(&fwd, 2);
+        check_f32_against_f64(&fwd, &v);
+        let b = inputs(&bwd, 2);
+        check_f32_against_f64(&bwd, &[v[..3].to_vec(), b[3..].to_vec()].concat());
+        let after = run_f64(&bwd, &[v[..3].to_vec(), b[3..].to_vec()].concat());
+        let (c, w) = (shape.channels, shape.width());
+        // Columns outside the channels carry what was given.
+        let mut din = after[6].clone();
+        for t in 0..shape.tokens() {
+            let row = &mut din[t * w..][..w];
+            assert_eq!(row[..shape.first], b[4][t * shape.first..][..shape.first]);
+            assert_eq!(row[shape.first + c..], b[5][t * shape.tail..][..shape.tail]);
+            row[..shape.first].fill(0.0);
+            row[shape.first + c..].fill(0.0);
+        }
+        check_op_gradient(&fwd, &v, &[(3, &b[3])], 0, &din);
+        let sum = |i: usize| (0..shape.partial_rows()).map(|r| after[7][r * (TAPS + 1) * c + i]).sum();
+        let dw: Vec<f64> = (0..TAPS * c).map(sum).collect();
+        check_op_gradient(&fwd, &v, &[(3, &b[3])], 1, &dw);
+        let db: Vec<f64> = (TAPS * c..(TAPS + 1) * c).map(sum).collect();
+        check_op_gradient(&fwd, &v, &[(3, &b[3])], 2, &db);
+    }
+
+    #[test]
+    fn backward_is_the_forwards_gradient() {
+        check(ConvShape { batch: 2, seq: 5, channels: 3, first: 2, tail: 1 });
+        check(ConvShape { batch: 1, seq: 2, channels: 2, first: 1, tail: 2 });
+        // Two tiles.
+        check(ConvShape { batch: 1, seq: ROWS + 3, channels: 1, first: 1, tail: 1 });
+    }
+
+    #[test]
+    fn tokens_see_no_later_ones() {
+        let shape = ConvShape { batch: 1, seq: 9, channels: 1, first: 0, tail: 0 };
+        let fwd = MambaConvFwd { shape };
+        let mut v = inputs(&fwd, 4);
+        let before = run_f64(&fwd, &v)[3].clone();
+        v[0][4] += 1.0;
+        let after = run_f64(&fwd, &v)[3].clone();
+        let moved: Vec<bool> = before.iter().zip(&after).map(|(a, b)| a != b).collect();
+        assert_eq!(moved, [false, false, false, false, true, true, true, true, false]);
+    }
+}

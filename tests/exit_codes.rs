@@ -1,0 +1,156 @@
+//! Exit codes and one-line messages of wrong use, hostile numbers, recipe files and injected faults.
+#![allow(clippy::unwrap_used)]
+
+#[path = "common/binary.rs"]
+mod binary;
+
+use binary::{RUN, cell, fails, names, records, run, text};
+use std::fs;
+use tempfile::tempdir;
+
+#[test]
+fn wrong_use_is_one_line_exit_2_and_nothing_written() {
+    let dir = tempdir().unwrap();
+    for (more, part) in [
+        ("-ms 4", "-ms"),
+        ("-ms 0", "M01"),
+        ("-ms 99999999999999999999", "--max_steps"),
+        ("--num_layers 0", "M01"),
+        ("--num_layers -1", "M01"),
+        ("--num_layers 1000000000", "4096"),
+        ("--hidden_size 1073741824", "outside"),
+        ("--vocab_size 1000000000", "outside"),
+        ("-sl 16777216 --full_size", "FLOPs"),
+        ("-mb 1048576 -sl 1048576 -gb 1073741824", "tokens"),
+        ("--num_layers 4096 --max_microbatches 0 -gb 1024", "--max_microbatches"),
+        ("--max_microbatches 9999999999999", "outside"),
+        ("-tp 3", "M05"),
+        ("-gb 7", "M06"),
+        ("--seed -1", "seed"),
+        ("--max_time nan", "finite"),
+        ("--max_time 0", "--max_time"),
+        ("--margin 1", "--margin"),
+        ("--aa graph --cuda_graph_impl none", "--aa"),
+        ("--inject nowhere:driver_error", "first_replay"),
+        ("--inject upload:not_finite", "upload"),
+        ("-cv zzz", "without -cv"),
+        ("-c int3", "bf16"),
+        ("model.foo=1", "model.foo"),
+        ("model.num_layers=1e99", "whole number"),
+        ("-o", "--output"),
+    ] {
+        let said = fails(dir.path(), &format!("{RUN} {more}"), 2);
+        assert!(said.contains(part), "{more}: {said}");
+    }
+    assert!(names(dir.path()).is_empty(), "{:?}", names(dir.path()));
+}
+
+#[test]
+fn other_commands() {
+    let dir = tempdir().unwrap();
+    for (line, part) in [
+        ("rule", "mbperf rules"),
+        ("", "--model_family_name"),
+        ("recipes show zz", "recipes list"),
+        ("recipes list --format csv", "json"),
+        ("recipes list --recipes_dir /nonexistent", "/nonexistent"),
+        ("-m lama -mr llama3_8b -g h100", "llama"),
+        ("-m llama -mr llama3_9b -g h100", "llama3_8b"),
+        ("-m llama -mr llama3_8b -g h101", "h100"),
+    ] {
+        let said = fails(dir.path(), line, 2);
+        assert!(said.contains(part), "{line}: {said}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn arguments_that_are_no_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let dir = tempdir().unwrap();
+    let mut command = binary::command(dir.path(), RUN);
+    let output = command.arg("-o").arg(std::ffi::OsStr::from_bytes(b"a\xff.csv")).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("UTF-8"));
+}
+
+#[test]
+fn variants_are_listed() {
+    let dir = tempdir().unwrap();
+    let output = run(dir.path(), "-m qwen -mr qwen3_30b_a3b -g h100 --list_config_variants");
+    assert_eq!(output.status.code(), Some(0));
+    let listed = text(&output.stdout);
+    assert!(listed.lines().any(|l| l.starts_with("dev ")) && listed.contains("(none"), "{listed}");
+    assert!(names(dir.path()).is_empty());
+}
+
+#[test]
+fn recipe_files_of_all_sorts() {
+    let dir = tempdir().unwrap();
+    let folder = dir.path().join("own");
+    fs::create_dir(&folder).unwrap();
+    let line = "recipes list --recipes_dir own";
+    assert!(fails(dir.path(), line, 2).contains("no .json file"));
+    let deep = "[".repeat(200_000);
+    for bytes in [
+        &b""[..],
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        br#"{"a":1}"#,
+        br#"{"family":"llama","family":"x"}"#,
+        br#"{"family":"llama","model":"llama3_8b","recipes":[{"gpu":"h100"}]}"#,
+        br#"{"family":"llama","model":"llama3_8b","recipes":[{"gpu":"h100","dtype":"bf16","gpus":-1}]}"#,
+        br#"{"family":"llama","model":"new","architecture":{"num_layers":1e99},"recipes":[]}"#,
+        deep.as_bytes(),
+    ] {
+        fs::write(folder.join("x.json"), bytes).unwrap();
+        let said = fails(dir.path(), line, 2);
+        assert!(said.contains("x.json"), "{said}");
+    }
+}
+
+/// Exit code and `digest_match` of every fault that can be asked for on the CPU.
+#[test]
+fn injected_faults() {
+    let dir = tempdir().unwrap();
+    let step = ["equality", "warmup", "first_replay", "switch", "steady"];
+    for phase in ["prepare", "capture", "instantiate", "upload"].into_iter().chain(step) {
+        let graph = ["capture", "instantiate", "upload"].contains(&phase);
+        let proved = ["switch", "steady"].contains(&phase);
+        let mut kinds = vec![("driver_error", if graph { 4 } else { 1 }), ("out_of_memory", 5)];
+        if step.contains(&phase) {
+            kinds.extend([("not_finite", 1), ("row_overflow", 1)]);
+        }
+        if phase == "capture" || (step.contains(&phase) && !proved) {
+            kinds.push(("wrong_result", 6));
+        }
+        for (kind, code) in kinds {
+            let fault = format!("{phase}:{kind}");
+            fails(dir.path(), &format!("{RUN} -ms 8 -q -o {phase}_{kind}.csv --inject {fault}"), code);
+            let rows = records(&fs::read(dir.path().join(format!("{phase}_{kind}.csv"))).unwrap());
+            assert_eq!(rows.len(), 3, "{fault}");
+            for row in 0..2 {
+                assert_eq!(cell(&rows, row, "status"), "failed", "{fault}");
+                assert!(!cell(&rows, row, "status_reason").is_empty(), "{fault}");
+                assert!(cell(&rows, row, "speedup").is_empty(), "{fault}");
+                let digests = match (code, proved) {
+                    (6, _) => "false",
+                    (_, true) => "true",
+                    _ => "",
+                };
+                assert_eq!(cell(&rows, row, "digest_match"), digests, "{fault}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_larger_than_memory() {
+    let dir = tempdir().unwrap();
+    let line = "-m llama -mr llama31_405b -g gb200 -c bf16 -tp 1 -pp 1 -cp 1 -vp None --device cpu --full_size \
+                --run_dtype bf16 -o - model.pipeline_model_parallel_layout=null";
+    let said = fails(dir.path(), line, 5);
+    assert!(said.contains("MiB are free") && said.contains("--num_layers"), "{said}");
+}
