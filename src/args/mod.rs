@@ -1,7 +1,7 @@
 //! The command line: the harness's spellings (`-mr X`, `-mr=X`, underscores), then clap.
 //!
 //! argparse knows options of several letters behind one dash, clap does not: they are declared as aliases and
-//! [`normalise`] turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
+//! `normalise` turns `-mr` into `--mr` before clap reads it. A repeated option: the last one wins. Shortened
 //! long options are not accepted, since their meaning would change with every new option.
 
 pub mod compare;

@@ -315,7 +315,7 @@ pub struct Mbperf {
     /// Form of what is printed on standard output
     #[arg(long, value_name = "FORM", default_value = "text")]
     pub format: Format,
-    /// CSV file that rows are appended to, `-` for standard output. Left out: results/<recipe>_<gpu>_<dtype>.csv
+    /// CSV file that rows are appended to, `-` for standard output. Left out: results/RECIPE_GPU_DTYPE.csv
     #[arg(short = 'o', long, value_name = "FILE")]
     pub output: Option<PathBuf>,
     /// Do not run again what is in the output file already: the same configuration, every row ok

@@ -33,7 +33,7 @@ pub trait Real:
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     fn max(self, other: Self) -> Self;
-    /// C[m,n] = alpha * op(A) op(B) + beta * C by strides (row, column), for the references of products.
+    /// C`[m,n]` = alpha * op(A) op(B) + beta * C by strides (row, column), for the references of products.
     #[allow(clippy::too_many_arguments)]
     fn gemm(
         m: usize,

@@ -1,6 +1,6 @@
 //! Finding the CUDA libraries: names and folders tried, opening by absolute path, versions.
 //!
-//! cudarc opens libraries by bare name and panics when one is missing, so every library passes [`ensure`]
+//! cudarc opens libraries by bare name and panics when one is missing, so every library passes `ensure`
 //! before its first call. A library in a folder that the loader does not know (a Python environment, a
 //! toolkit without `ldconfig`) is opened here first by its absolute path; the loader then finds it by its
 //! SONAME when cudarc asks.

@@ -18,11 +18,11 @@ use super::tuner::Tuner;
 /// Which operand is transposed; everything row-major.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 pub enum Layout {
-    /// D[m,n] = A[m,k] B[n,k]^T: a forward product with a weight `[out, in]`.
+    /// D`[m,n]` = A`[m,k]` B`[n,k]`^T: a forward product with a weight `[out, in]`.
     Nt,
-    /// D[m,n] = A[m,k] B[k,n]: a data gradient.
+    /// D`[m,n]` = A`[m,k]` B`[k,n]`: a data gradient.
     Nn,
-    /// D[m,n] = A[k,m]^T B[k,n]: a weight gradient.
+    /// D`[m,n]` = A`[k,m]`^T B`[k,n]`: a weight gradient.
     Tn,
 }
 

@@ -45,7 +45,7 @@ impl Dropout {
     }
 }
 
-/// out = residual + drop(x). Args: x R bf16 [len], residual R bf16 [len], words R U32, out W bf16 [len].
+/// out = residual + drop(x). Args: x R bf16 `[len]`, residual R bf16 `[len]`, words R U32, out W bf16 `[len]`.
 /// The element index of the draws is the index in `x`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DropoutAddFwd {
@@ -53,7 +53,7 @@ pub struct DropoutAddFwd {
     pub dropout: Dropout,
 }
 
-/// dx = drop(dout) with the forward's mask. Args: dout R bf16 [len], words R U32, dx W bf16 [len].
+/// dx = drop(dout) with the forward's mask. Args: dout R bf16 `[len]`, words R U32, dx W bf16 `[len]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DropoutBwd {
     pub len: usize,

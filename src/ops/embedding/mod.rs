@@ -17,7 +17,7 @@ const FWD_BLOCKS: usize = 2112;
 /// Most threads of a backward block: the hardware's limit.
 const BWD_MAX_THREADS: usize = 1024;
 
-/// out[t] = table[ids[t] - vocab_start], zeros for ids that lie on another rank.
+/// out`[t]` = table[ids`[t]` - vocab_start], zeros for ids that lie on another rank.
 ///
 /// Arguments: ids `[tokens]`, table `[vocab, hidden]`, out `[tokens, hidden]`. `vocab` counts the local rows.
 #[derive(Debug, Clone, PartialEq)]

@@ -21,8 +21,8 @@ pub enum Accumulate {
 /// D = op(A) op(B) (+ C), `batch` products at tight strides.
 ///
 /// Args: a R bf16, b R bf16, [c R `out` when `Residual`], d `out` (W; U when `InPlace`). Shapes by layout,
-/// with a leading `batch` dimension when batch > 1: `Nt` a [m,k], b [n,k]; `Nn` a [m,k], b [k,n]; `Tn` a
-/// [k,m], b [k,n]; c and d [m,n] always.
+/// with a leading `batch` dimension when batch > 1: `Nt` a `[m,k]`, b `[n,k]`; `Nn` a `[m,k]`, b `[k,n]`; `Tn` a
+/// `[k,m]`, b `[k,n]`; c and d `[m,n]` always.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gemm {
     pub m: usize,

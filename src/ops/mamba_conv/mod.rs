@@ -1,4 +1,4 @@
-//! Mamba-2's causal depthwise convolution over tokens with bias and SiLU: out[t, c] = silu(bias[c] + sum_k w[c, k]
+//! Mamba-2's causal depthwise convolution over tokens with bias and SiLU: out[t, c] = silu(bias`[c]` + sum_k w[c, k]
 //! in[t - 3 + k, c]), each sequence from zeros.
 //!
 //! The input is a column block of the in-projection's output [z, x, B, C, dt]: columns `first..first + channels` of rows of
@@ -29,7 +29,7 @@ pub struct ConvShape {
     pub tail: usize,
 }
 
-/// Args: in R bf16 [T, first + channels + tail], weight R bf16 [channels, 4], bias R bf16 [channels], out W bf16 [T, channels].
+/// Args: in R bf16 [T, first + channels + tail], weight R bf16 [channels, 4], bias R bf16 `[channels]`, out W bf16 [T, channels].
 #[derive(Debug, Clone, PartialEq)]
 pub struct MambaConvFwd {
     pub shape: ConvShape,

@@ -18,7 +18,7 @@ pub fn partials(tokens: usize) -> usize {
 }
 
 /// y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) per row.
-/// Args: x R bf16 [T,H], weight R bf16 [H], y W bf16 [T,H], rstd W f32 [T].
+/// Args: x R bf16 `[T,H]`, weight R bf16 `[H]`, y W bf16 `[T,H]`, rstd W f32 `[T]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RmsNormFwd {
     pub tokens: usize,
@@ -27,8 +27,8 @@ pub struct RmsNormFwd {
 }
 
 /// With g = dy * weight and n = x * rstd: dx = rstd * (g - n * mean(g * n)) + dres, dw = sum of dy * n.
-/// Args: x R bf16 [T,H], weight R bf16 [H], rstd R f32 [T], dy R bf16 [T,H], [dres R bf16 [T,H]],
-/// dx W bf16 [T,H], dw_partial W f32 [partials(T),H].
+/// Args: x R bf16 `[T,H]`, weight R bf16 `[H]`, rstd R f32 `[T]`, dy R bf16 `[T,H]`, [dres R bf16 `[T,H]`],
+/// dx W bf16 `[T,H]`, dw_partial W f32 [partials(T),H].
 #[derive(Debug, Clone, PartialEq)]
 pub struct RmsNormBwd {
     pub tokens: usize,
@@ -37,8 +37,8 @@ pub struct RmsNormBwd {
     pub residual: bool,
 }
 
-/// dw (+)= sums of columns `first..first + cols` of `partial`, in a fixed order. Args: partial R f32 [rows,width],
-/// dw U `out` [cols] (W unless `accumulate`).
+/// dw (+)= sums of columns `first..first + cols` of `partial`, in a fixed order. Args: partial R f32 `[rows,width]`,
+/// dw U `out` `[cols]` (W unless `accumulate`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct ColumnSum {
     pub rows: usize,

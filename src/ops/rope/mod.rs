@@ -48,8 +48,8 @@ impl RopeScaling {
 /// q, k, v from qkv: per-head RMSNorm of q and k if `qk_norm`, then rotary on the first `rotary_dim` elements.
 ///
 /// T = positions.rows(), d = head_dim. Args: qkv R bf16 [T,(q_heads+2*kv_heads)*d] (q heads, then k, then v),
-/// [q_weight R bf16 [d], k_weight R bf16 [d]], q W bf16 [T,q_heads*d], k W [T,kv_heads*d], v W
-/// [T,kv_heads*d], [rstd W f32 [T,q_heads+kv_heads]]; those in brackets when `qk_norm`.
+/// [q_weight R bf16 `[d]`, k_weight R bf16 `[d]`], q W bf16 `[T,q_heads*d]`, k W `[T,kv_heads*d]`, v W
+/// `[T,kv_heads*d]`, [rstd W f32 [T,q_heads+kv_heads]]; those in brackets when `qk_norm`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QkvRopeFwd {
     pub positions: Positions,
@@ -67,7 +67,7 @@ pub struct QkvRopeFwd {
 
 /// Gradient of [`QkvRopeFwd`], with the same fields.
 ///
-/// Args: dq R bf16 [T,q_heads*d], dk R, dv R [T,kv_heads*d], [qkv R, q_weight R, k_weight R, rstd R as in the
+/// Args: dq R bf16 `[T,q_heads*d]`, dk R, dv R `[T,kv_heads*d]`, [qkv R, q_weight R, k_weight R, rstd R as in the
 /// forward], dqkv W bf16 [T,(q_heads+2*kv_heads)*d], [dw_partial W f32 [rmsnorm::partials(T), 2*d]: of the q
 /// weight, then of the k weight; partial p sums tokens p, p + partials, ...].
 #[derive(Debug, Clone, PartialEq)]

@@ -11,8 +11,8 @@ use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, P
 use crate::program::DType;
 use rayon::prelude::*;
 
-/// y = max(x, 0)^2 (* prob). Args: x R bf16 [R,F], [probs R f32 [R], offsets R I32 [experts+1] when routed], y W bf16 [R,F].
-/// Rows >= offsets[experts] give zeros.
+/// y = max(x, 0)^2 (* prob). Args: x R bf16 `[R,F]`, [probs R f32 `[R]`, offsets R I32 [experts+1] when routed], y W bf16 `[R,F]`.
+/// Rows >= offsets`[experts]` give zeros.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SquaredReluFwd {
     pub rows: usize,
@@ -22,8 +22,8 @@ pub struct SquaredReluFwd {
     pub experts: usize,
 }
 
-/// Gradients of [`SquaredReluFwd`]. Args: x R bf16 [R,F], dy R bf16 [R,F], [probs R f32 [R], offsets R I32 [experts+1]], dx W
-/// bf16 [R,F], [dprobs W f32 [R]]. Rows >= offsets[experts] give zeros.
+/// Gradients of [`SquaredReluFwd`]. Args: x R bf16 `[R,F]`, dy R bf16 `[R,F]`, [probs R f32 `[R]`, offsets R I32 [experts+1]], dx W
+/// bf16 `[R,F]`, [dprobs W f32 `[R]`]. Rows >= offsets`[experts]` give zeros.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SquaredReluBwd {
     pub rows: usize,

@@ -89,7 +89,7 @@ impl SsdShape {
 }
 
 /// The scan. Args: xbc R bf16 [T, inner + 2 groups N], zxbcdt R bf16 [T, 2 inner + 2 groups N + heads], a_log R bf16
-/// [heads], d R bf16 [heads], dt_bias R bf16 [heads], y W bf16 [T, inner], states W bf16 [batch, chunks, heads, P, N]
+/// `[heads]`, d R bf16 `[heads]`, dt_bias R bf16 `[heads]`, y W bf16 [T, inner], states W bf16 [batch, chunks, heads, P, N]
 /// (at each chunk's start, for the backward).
 #[derive(Debug, Clone, PartialEq)]
 pub struct SsdFwd {

@@ -11,8 +11,8 @@ use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, P
 use crate::program::DType;
 use rayon::prelude::*;
 
-/// h = silu(gate) * up (* prob). Args: gate_up R bf16 [R,2F] (gate, then up), [probs R f32 [R], offsets R I32
-/// [experts+1] when routed], h W bf16 [R,F]. Rows >= offsets[experts] give zeros.
+/// h = silu(gate) * up (* prob). Args: gate_up R bf16 `[R,2F]` (gate, then up), [probs R f32 `[R]`, offsets R I32
+/// [experts+1] when routed], h W bf16 `[R,F]`. Rows >= offsets`[experts]` give zeros.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SwigluFwd {
     pub rows: usize,
@@ -22,8 +22,8 @@ pub struct SwigluFwd {
     pub experts: usize,
 }
 
-/// Gradients of [`SwigluFwd`]. Args: gate_up R bf16 [R,2F], dh R bf16 [R,F], [probs R f32 [R], offsets R I32
-/// [experts+1]], dgate_up W bf16 [R,2F], [dprobs W f32 [R]]. Rows >= offsets[experts] give zeros.
+/// Gradients of [`SwigluFwd`]. Args: gate_up R bf16 `[R,2F]`, dh R bf16 `[R,F]`, [probs R f32 `[R]`, offsets R I32
+/// [experts+1]], dgate_up W bf16 `[R,2F]`, [dprobs W f32 `[R]`]. Rows >= offsets`[experts]` give zeros.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SwigluBwd {
     pub rows: usize,
