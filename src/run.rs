@@ -83,9 +83,6 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
-    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
-        return Ok(0);
-    }
     if let Some(dir) = &args.mbperf.dump {
         dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
     }
@@ -95,6 +92,9 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
         facts.host_model = model.name.clone();
         facts.host_model_other_fraction =
             Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
+    }
+    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
+        return Ok(0);
     }
     let told = Arc::new(Mutex::new(facts.clone()));
     let beat = watchdog(args, told.clone(), options.clone(), target)?;

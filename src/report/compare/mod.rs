@@ -223,6 +223,9 @@ fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
     names
 }
 
+/// Share of long steps above which a run counts as disturbed: the column's own meaning.
+const DISTURBED: f64 = 0.05;
+
 fn warn(pair: &Pair, label: &str, report: &mut Report) {
     let (base, new) = (pair.base.records(), pair.new.records());
     let mut add = |text: String| {
@@ -240,8 +243,16 @@ fn warn(pair: &Pair, label: &str, report: &mut Report) {
         if !throttled.is_empty() && throttled != "none" {
             add(format!("{}: clocks were held back: {throttled}", record.place()));
         }
+        if record.cell("disturbed_fraction").parse::<f64>().is_ok_and(|share| share > DISTURBED) {
+            add(format!("{}: its step times look disturbed by something else on the GPU", record.place()));
+        }
         if record.cell("other_processes_max").parse::<u64>().is_ok_and(|n| n > 0) {
             add(format!("{}: other processes computed on the GPU", record.place()));
+        }
+        if record.cell("repetition").parse::<u64>().is_ok_and(|n| n > 1) {
+            add(format!(
+                "{label}: repetitions in one process count as runs: their spread lacks what processes differ by"
+            ));
         }
         if record.cell("device") == "cpu" {
             add(format!("{label}: device cpu: its times say nothing about a GPU"));

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 /// Rows of one configuration on one side.
 #[derive(Debug, Default)]
 pub struct Runs<'a> {
-    /// Rows that are `ok`, by run: a run repeated in one process (`--repeat`) has several.
+    /// Rows that are `ok`, by run id.
     runs: Vec<(&'a str, Vec<&'a Record>)>,
     /// Rows that are not.
     pub failed: Vec<&'a Record>,
@@ -40,7 +40,7 @@ pub struct Pair<'a> {
 }
 
 /// Columns that tell the rows of one run apart beside its id; a file may lack them.
-const REPEAT: &str = "repeat";
+const REPEAT: &str = "repetition";
 
 /// Pairs in the order of the baseline. What a side lacks, doubled rows and unread commands go into the report.
 pub fn pair<'a>(
