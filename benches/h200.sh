@@ -47,9 +47,9 @@ if wants cold; then
     echo "== the main command, process start to CSV, with a cold and then a warm kernel cache"
     cache=$(mktemp -d)
     for state in cold warm; do
-        start=$(date +%s.%N)
+        start=$(date +%s%N)
         "$mbperf" $QWEN --cuda_graph_scope attn,moe_router --kernel_cache "$cache" -q -o "$out/main_command_$state.csv" >/dev/null 2>&1
-        echo "$state cache: exit $?, $(echo "$(date +%s.%N) - $start" | bc) s"
+        echo "$state cache: exit $?, $(($(($(date +%s%N) - start)) / 1000000)) ms"
     done | tee "$out/main_command.txt"
     rm -rf "$cache"
 fi
