@@ -210,6 +210,9 @@ fn search(library: Library, folders: &[PathBuf]) -> Result<Found, String> {
                 let found = describe(library, &handle, &candidate);
                 // Kept open: cudarc's handle must find it again, and function pointers into it live on.
                 std::mem::forget(handle);
+                if library == Library::Nvrtc {
+                    open_builtins(found.path.as_deref());
+                }
                 return Ok(found);
             }
             Err(e) if candidate.is_absolute() => broken.push(format!("{}: {e}", candidate.display())),
@@ -228,6 +231,18 @@ fn search(library: Library, folders: &[PathBuf]) -> Result<Found, String> {
         message += &format!("; not usable: {}", broken.join("; "));
     }
     Err(message)
+}
+
+/// NVRTC opens its builtins by bare name, which the loader does not find in a Python environment: those that lie
+/// beside it are opened first. Where there are none, NVRTC's own error tells.
+fn open_builtins(nvrtc: Option<&Path>) {
+    let Some(folder) = nvrtc.and_then(Path::parent) else { return };
+    for builtins in children(folder, |name| name.starts_with("libnvrtc-builtins.so")) {
+        // SAFETY: NVIDIA's own library of data, found by name beside NVRTC; kept open like it.
+        if let Ok(handle) = unsafe { Dl::open(Some(&builtins), RTLD_NOW | RTLD_GLOBAL) } {
+            std::mem::forget(handle);
+        }
+    }
 }
 
 fn describe(library: Library, handle: &Dl, candidate: &Path) -> Found {
