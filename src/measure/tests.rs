@@ -1,4 +1,6 @@
 //! Measuring on the fake device: order, phases, exact statistics, faults, and rates on simulated noise.
+//!
+//! Over 500 lines: the scripted runs share one set of helpers.
 
 use super::*;
 use crate::device::Health;

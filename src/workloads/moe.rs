@@ -7,6 +7,8 @@
 //!   and brought back the same way.
 //! - *flex*: the dispatch sorts straight to local experts and sits in `moe_experts`; only the routing map is
 //!   made in `moe_preprocess`.
+//!
+//! Over 500 lines: forward and backward of one layer kind name the same buffers and are read side by side.
 
 use super::attention::output_std;
 use super::mlp::{fc1_rows, gated};

@@ -4,6 +4,8 @@
 //! before its first call. A library in a folder that the loader does not know (a Python environment, a
 //! toolkit without `ldconfig`) is opened here first by its absolute path; the loader then finds it by its
 //! SONAME when cudarc asks.
+//!
+//! Over 500 lines: a library's names, folders, version and symbols are one table's rows and are read together.
 
 use crate::device::DeviceError;
 use libloading::os::unix::{Library as Dl, RTLD_GLOBAL, RTLD_NOW};
