@@ -140,7 +140,7 @@ fn arm(len: usize, graphed: bool) -> ArmPlan {
     let y = b.activation("y", DType::F32, &[len]);
     let [p, q, r] = ["p", "q", "r"].map(|n| b.activation(n, DType::Bf16, &[8, 8]));
     // A length off the 16-byte vectors is copied by the driver, which the fake one does; it runs no kernels.
-    assert!(len * 4 % 16 != 0, "{len} elements would be copied by a kernel");
+    assert!(!(len * 4).is_multiple_of(16), "{len} elements would be copied by a kernel");
     let copy = || Copy { dtype: DType::F32, len };
     b.launch(copy(), &[w, x]);
     if graphed {
