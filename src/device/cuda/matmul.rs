@@ -47,7 +47,7 @@ const FULL_ALIGNMENT: u64 = 256;
 /// All plans of one run.
 #[derive(Debug)]
 pub struct Matmuls {
-    /// `None`: no device, plans are placeholders that cannot be issued.
+    /// `None`: no device, plans are checked but cannot be issued.
     online: Option<Online>,
     plans: HashMap<PlanKey, Rc<Plan>>,
 }
@@ -113,7 +113,7 @@ impl Matmuls {
         let call = Operands { a, b, c, d, workspace };
         let plan = match (self.plans.get(&key), &mut self.online) {
             (Some(plan), _) => plan.clone(),
-            (None, None) => Rc::new(Plan::placeholder(spec)),
+            (None, None) => Rc::new(Plan::offline(spec)),
             (None, Some(online)) => Rc::new(online.make(&key, call)?),
         };
         self.plans.insert(key, plan.clone());

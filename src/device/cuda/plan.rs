@@ -88,7 +88,7 @@ fn column_major(spec: &MatmulSpec) -> [(bool, usize, usize); 2] {
 }
 
 impl Plan {
-    pub fn placeholder(spec: &MatmulSpec) -> Self {
+    pub fn offline(spec: &MatmulSpec) -> Self {
         use std::ptr::null_mut;
         let work = vec![Work::Kernel {
             name: format!("matmul {spec:?}").into(),
@@ -100,7 +100,7 @@ impl Plan {
     }
 
     pub fn describe(handle: &Rc<Handle>, spec: &MatmulSpec) -> Result<Self, DeviceError> {
-        let mut plan = Self::placeholder(spec);
+        let mut plan = Self::offline(spec);
         plan.handle = Some(handle.clone());
         plan.beta = if spec.accumulate { 1.0 } else { 0.0 };
         plan.work.clear();
