@@ -203,16 +203,18 @@ fn writers_side_by_side_lose_and_mix_nothing() {
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                for _ in 0..10 {
+                for _ in 0..50 {
                     let facts = facts();
                     let rows = Row::without_outcome(&facts, &Options::default(), "skipped", "x");
+                    // One that leaves nothing behind must not take away the file that others fill.
+                    drop(Writer::open(&target(folder.path())).unwrap());
                     Writer::open(&target(folder.path())).unwrap().rows(&rows).unwrap();
                 }
             });
         }
     });
     let rows = read(&folder.path().join("out.csv"));
-    assert_eq!(rows.len(), 80);
+    assert_eq!(rows.len(), 400);
     assert!(rows.chunks_exact(2).all(|p| p[0]["run_id"] == p[1]["run_id"] && p[0]["arm"] != p[1]["arm"]));
 }
 

@@ -89,7 +89,12 @@ impl Appender {
         let regular = file.metadata().is_ok_and(|m| m.is_file());
         let mut appender = Self { path: path.into(), file, header, crlf: true, regular, created };
         if regular {
-            appender.check()?;
+            // Under the lock: another process's record may be half written at this moment.
+            let locked = lock(&appender.file).map_err(|e| refused(e.to_string()))?;
+            let checked = appender.check();
+            let unlocked = if locked { appender.file.unlock() } else { Ok(()) };
+            checked?;
+            unlocked.map_err(|e| refused(e.to_string()))?;
         }
         Ok(appender)
     }
@@ -130,10 +135,28 @@ impl Appender {
 
     /// Appends records, and the header to a file that is still empty.
     fn append<R: AsRef<[String]>>(&mut self, records: &[R]) -> io::Result<()> {
-        let locked = self.regular && lock(&self.file)?;
+        let mut locked = self.regular && lock(&self.file)?;
+        while self.regular && !self.is_in_place() {
+            // Whoever made the file left nothing in it and took it away after it was opened here.
+            self.file = OpenOptions::new().read(true).append(true).create(true).open(&self.path)?;
+            locked = lock(&self.file)?;
+        }
         let written = self.append_locked(records);
         let unlocked = if locked { self.file.unlock() } else { Ok(()) };
         written.and(unlocked)
+    }
+
+    /// Whether the open file is still the one of that name. Always so where files have no inodes.
+    fn is_in_place(&self) -> bool {
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::MetadataExt;
+            let identity = |m: std::fs::Metadata| (m.dev(), m.ino());
+            let (open, named) = (self.file.metadata().map(identity), self.path.metadata().map(identity));
+            matches!((open, named), (Ok(open), Ok(named)) if open == named)
+        }
+        #[cfg(not(unix))]
+        true
     }
 
     fn append_locked<R: AsRef<[String]>>(&mut self, records: &[R]) -> io::Result<()> {
@@ -157,9 +180,12 @@ impl Appender {
 
 impl Drop for Appender {
     fn drop(&mut self) {
-        let empty = self.regular && self.file.metadata().is_ok_and(|m| m.len() == 0);
-        if self.created && empty {
-            let _ = std::fs::remove_file(&self.path);
+        // Under the lock, so that no other process begins the file between the look and the removal.
+        if self.created && self.regular && lock(&self.file).is_ok() {
+            let empty = self.file.metadata().is_ok_and(|m| m.len() == 0);
+            if empty && self.is_in_place() {
+                let _ = std::fs::remove_file(&self.path);
+            }
         }
     }
 }
