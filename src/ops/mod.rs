@@ -123,6 +123,11 @@ pub trait Op: Debug + Send + Sync {
         false
     }
 
+    /// Arguments that are read on the host, when the launch is issued: a `host_sync` launch before it has filled them.
+    fn host_inputs(&self) -> &'static [usize] {
+        &[]
+    }
+
     /// A device copy that stands in for a collective with other ranks.
     fn stand_in(&self) -> bool {
         false

@@ -9,8 +9,8 @@ use crate::ops::cross_entropy::{CrossEntropy, LossSum};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
 use crate::ops::gated_norm::{GatedNormBwd, GatedNormFwd};
-use crate::ops::gemm::{Accumulate, Gemm};
-use crate::ops::grouped_gemm::GroupedGemm;
+use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
+use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
 use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
@@ -56,7 +56,7 @@ fn gemm(add: &mut Add) {
                 add(Arc::new(Gemm { m, n, k, layout, batch: 1, out, accumulate }));
             }
         }
-        add(Arc::new(Gemm {
+        let all = Gemm {
             m: 72,
             n: 136,
             k: 40,
@@ -64,7 +64,9 @@ fn gemm(add: &mut Add) {
             batch: 3,
             out: DType::Bf16,
             accumulate: Accumulate::InPlace,
-        }));
+        };
+        add(Arc::new(SeparateGemms { all: all.clone() }));
+        add(Arc::new(all));
     }
     // A micro-batch may have any number of tokens.
     add(Arc::new(Gemm {
@@ -254,7 +256,12 @@ fn moe(add: &mut Add) {
         {
             for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
                 if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
-                    add(Arc::new(GroupedGemm { experts, rows, n, k, layout, out, accumulate }));
+                    let grouped = GroupedGemm { experts, rows, n, k, layout, out, accumulate };
+                    for ranks in [1, 4] {
+                        let bins = experts * ranks;
+                        add(Arc::new(PerExpertGemm { grouped: grouped.clone(), bins }));
+                    }
+                    add(Arc::new(grouped));
                 }
             }
         }

@@ -18,8 +18,8 @@ use super::{Stack, WorkloadError};
 use crate::config::{Dispatcher, ExpertGemm, Moe, Routing, RunConfig};
 use crate::device::cuda::matmul::Layout;
 use crate::ops::collective::{Collective, CountsToHost, StandIn};
-use crate::ops::gemm::{Accumulate, Gemm};
-use crate::ops::grouped_gemm::GroupedGemm;
+use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
+use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::rng::Rng;
 use crate::ops::router::{RouterBwd, RouterFwd};
@@ -227,11 +227,11 @@ impl Stack<'_> {
         }
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, d.wide]);
-        self.expert_product(&d, local_offsets, rows, fc1.value, gate_up, d.wide, d.h, Layout::Nt)?;
+        self.expert_product(l, &d, local_offsets, rows, fc1.value, gate_up, d.wide, d.h, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
         self.activation(d.rows, d.f, Some(d.local), &[gate_up, row_probs, local_offsets, act]);
         let mut out_rows = self.act(l, "moe.out_rows", &[d.rows, d.h]);
-        self.expert_product(&d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
+        self.expert_product(l, &d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
         if d.two_sorts {
             out_rows = self.unsort_and_return(l, &d, "moe.out", out_rows, None).0;
         }
@@ -304,8 +304,8 @@ impl Stack<'_> {
         let (act, gate_up) =
             (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, d.wide]));
         let dact = self.act(l, "moe.dact", &[d.rows, d.f]);
-        self.expert_product(&d, local_offsets, drows, fc2.value, dact, d.f, d.h, Layout::Nn)?;
-        self.expert_product(&d, local_offsets, drows, act, fc2.grad, d.h, d.f, Layout::Tn)?;
+        self.expert_product(l, &d, local_offsets, drows, fc2.value, dact, d.f, d.h, Layout::Nn)?;
+        self.expert_product(l, &d, local_offsets, drows, act, fc2.grad, d.h, d.f, Layout::Tn)?;
         let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, d.wide]);
         let mut drow_probs = self.act_as(l, "moe.drow_probs", DType::F32, &[d.rows]);
         self.activation_backward(
@@ -314,9 +314,9 @@ impl Stack<'_> {
             Some(d.local),
             &[gate_up, dact, row_probs, local_offsets, dgate_up, drow_probs],
         );
-        self.expert_product(&d, local_offsets, dgate_up, rows, fc1.grad, d.wide, d.h, Layout::Tn)?;
+        self.expert_product(l, &d, local_offsets, dgate_up, rows, fc1.grad, d.wide, d.h, Layout::Tn)?;
         let mut dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.h]);
-        self.expert_product(&d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, d.wide, Layout::Nn)?;
+        self.expert_product(l, &d, local_offsets, dgate_up, fc1.value, dx_rows, d.h, d.wide, Layout::Nn)?;
         if d.two_sorts {
             let (rows, probs) = self.unsort_and_return(l, &d, "moe.dx", dx_rows, Some(drow_probs));
             dx_rows = rows;
@@ -417,6 +417,7 @@ impl Stack<'_> {
     #[allow(clippy::too_many_arguments)]
     fn expert_product(
         &mut self,
+        l: usize,
         d: &Dims,
         offsets: BufId,
         a: BufId,
@@ -428,17 +429,18 @@ impl Stack<'_> {
     ) -> Result<(), WorkloadError> {
         let dtype = self.b.program.buffer(out).dtype;
         let accumulate = if layout == Layout::Tn { self.accumulate } else { Accumulate::No };
+        let per_expert = self.moe()?.expert_gemm == ExpertGemm::PerExpert;
         if d.padded {
             // Every expert has the same number of rows: one batched product.
             let rows = d.rows / d.local;
             let (m, n, k) = if layout == Layout::Tn { (n, k, rows) } else { (rows, n, k) };
-            self.b.launch(Gemm { m, n, k, layout, batch: d.local, out: dtype, accumulate }, &[a, b, out]);
+            let all = Gemm { m, n, k, layout, batch: d.local, out: dtype, accumulate };
+            if per_expert {
+                self.b.launch(SeparateGemms { all }, &[a, b, out]);
+            } else {
+                self.b.launch(all, &[a, b, out]);
+            }
             return Ok(());
-        }
-        if self.moe()?.expert_gemm == ExpertGemm::PerExpert {
-            return Err(WorkloadError::Unsupported(
-                "--expert_gemm per_expert is not built yet; use --expert_gemm grouped".into(),
-            ));
         }
         let op = GroupedGemm {
             experts: d.local,
@@ -449,22 +451,35 @@ impl Stack<'_> {
             out: dtype,
             accumulate: accumulate == Accumulate::InPlace,
         };
-        self.b.launch(op, &[offsets, a, b, out]);
+        if !per_expert {
+            self.b.launch(op, &[offsets, a, b, out]);
+        } else if d.host_counts {
+            let host = self.host_counts(l, d);
+            self.b.launch(PerExpertGemm { grouped: op, bins: d.bins }, &[host, a, b, out]);
+        } else {
+            return Err(WorkloadError::Unsupported(
+                "--expert_gemm per_expert needs row counts on the host, and this dispatch leaves them on the device; \
+                 use --expert_gemm grouped"
+                    .into(),
+            ));
+        }
         Ok(())
+    }
+
+    /// Where the offsets of the sorted rows lie on the host.
+    fn host_counts(&mut self, l: usize, d: &Dims) -> BufId {
+        let name = format!("l{l}.moe.host_counts");
+        self.b.buffer(&name, DType::I32, &[d.bins + 1], Lifetime::Host, Init::Const { value: 0.0 })
     }
 
     /// Dropless dispatch sizes its messages on the host: counts are copied and waited for, as upstream.
     fn counts_to_host(&mut self, l: usize, d: &Dims, offsets: BufId) {
-        if !d.host_counts || self.cfg.stack_only {
+        // A bare stack has no messages, but products an expert are sized on the host all the same.
+        let per_expert = self.moe().is_ok_and(|m| m.expert_gemm == ExpertGemm::PerExpert);
+        if !d.host_counts || (self.cfg.stack_only && !per_expert) {
             return;
         }
-        let host = self.b.buffer(
-            &format!("l{l}.moe.host_counts"),
-            DType::I32,
-            &[d.bins + 1],
-            Lifetime::Host,
-            Init::Const { value: 0.0 },
-        );
+        let host = self.host_counts(l, d);
         self.b.launch(CountsToHost { len: d.bins + 1 }, &[offsets, host]);
     }
 
