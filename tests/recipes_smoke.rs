@@ -123,7 +123,7 @@ fn products_by_expert_end_in_the_same_loss() {
             let dir = tempdir().unwrap();
             let line = format!(
                 "-m qwen -mr qwen3_30b_a3b -g h100 --cuda_graph_scope attn,moe_router --device cpu --num_layers 1 \
-                 --max_microbatches 1 model.seq_length=32 --max_time 0.1 -q -o - {routing} --expert_gemm {products}"
+                 --max_microbatches 1 model.seq_length=32 -ms 8 -q -o - {routing} --expert_gemm {products}"
             );
             let output = run(dir.path(), &line);
             assert_eq!(output.status.code(), Some(0), "{line}\n{}", text(&output.stderr));

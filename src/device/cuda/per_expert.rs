@@ -61,17 +61,15 @@ impl Matmuls {
         workspace: DevPtr,
     ) -> Result<PerExpertCall, DeviceError> {
         let operands = Operands { a, b, c: d, d, workspace };
+        let PerExpertSpec { n, k, layout, out, accumulate, .. } = spec;
+        let doubled = std::iter::successors(Some(FEWEST_ROWS), |rows| rows.checked_mul(2));
+        let fewer = doubled.take_while(|rows| *rows < spec.rows);
+        let all = (spec.rows > 0).then_some(spec.rows);
         let mut plans = Vec::new();
-        let mut rows = FEWEST_ROWS.min(spec.rows);
-        while spec.rows > 0 {
-            let PerExpertSpec { n, k, layout, out, accumulate, .. } = spec;
+        for rows in fewer.chain(all) {
             let (m, n, k) = if layout == Layout::Tn { (n, k, rows) } else { (rows, n, k) };
             let product = MatmulSpec { m, n, k, layout, batch: 1, out, accumulate };
             plans.push(self.varying(&product, operands, ALIGNMENT)?);
-            if rows == spec.rows {
-                break;
-            }
-            rows = (rows * 2).min(spec.rows);
         }
         Ok(PerExpertCall { spec, offsets, operands, plans })
     }
