@@ -565,7 +565,8 @@ R cuFuncGetParamInfo(Function* f, size_t i, size_t* offset, size_t* size) {
 }
 // 8: most dynamic shared memory.
 R cuFuncSetAttribute(Function* f, int a, int v) {
-    if (a != 8 || v < 0 || v > EMU_SHARED_LIMIT) return INVALID_VALUE;
+    const int limit = std::min(EMU_SHARED_LIMIT, number("MBPERF_EMULATED_SHARED_KIB", 227) * 1024);
+    if (a != 8 || v < 0 || v > limit) return INVALID_VALUE;
     f->allowed_shared = std::max((unsigned)v, 48u * 1024);
     return SUCCESS;
 }
