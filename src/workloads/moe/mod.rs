@@ -40,6 +40,9 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
             share.shared_expert_ffn.unwrap_or(0),
             width,
         ));
+        if moe.shared_expert_gate {
+            out.push(Spec::normal(name("shared.gate"), 1, m.hidden_size, m.init_method_std));
+        }
     }
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
     out.push(
