@@ -159,6 +159,8 @@ pub struct Moe {
     pub shared_expert_intermediate_size: Option<usize>,
     /// The shared expert's output is weighed by a sigmoid gate.
     pub shared_expert_gate: bool,
+    /// Width that tokens are projected to before the experts, if it is another than hidden.
+    pub latent_size: Option<usize>,
     pub score_function: ScoreFunction,
     /// True: scores over all experts, then top-k. False: top-k, then scores over those.
     pub pre_softmax: bool,

@@ -10,8 +10,9 @@ use crate::program::{BufId, Buffer, Init, Launch, Lifetime, Program};
 
 /// Half width of the central difference, in multiples of the random direction: so small that no token changes its experts.
 const STEP: f64 = 1e-5;
-/// Standard deviation of the direction: about a weight's own.
-const DIRECTION: f64 = 0.02;
+/// Standard deviation of weights and of the direction: large enough that a part behind several small products moves
+/// the loss.
+const STD: f64 = 0.1;
 /// Relative error allowed: that of the difference, about STEP^2, is far below.
 const TOLERANCE: f64 = 1e-6;
 /// Absolute error allowed: some units in the last place of a loss near 5, over the difference's width.
@@ -123,6 +124,7 @@ fn weights(program: &Program) -> Vec<(BufId, BufId)> {
 /// Checks a configuration whose random choices do not depend on its weights; returns how many weights it has.
 fn check(what: &str, mut cfg: RunConfig) -> usize {
     cfg.optimizer.kind = "none".into();
+    cfg.model.init_method_std = STD;
     if let Some(moe) = &mut cfg.model.moe {
         // Forced logits would cut the router off from its gate; the auxiliary loss is no part of `loss`.
         moe.force_load_balancing = false;
@@ -134,7 +136,7 @@ fn check(what: &str, mut cfg: RunConfig) -> usize {
     let weights = weights(&program);
     for (i, (id, _)) in weights.iter().enumerate() {
         let name = &program.buffer(*id).name;
-        let direction = normals(grads[i].len(), 40 + i as u32, DIRECTION);
+        let direction = normals(grads[i].len(), 40 + i as u32, STD);
         let analytic: f64 = grads[i].iter().zip(&direction).map(|(g, d)| g * d).sum();
         let at = |by: f64| step(&program, Some((*id, &direction, by))).0;
         let numeric = (at(STEP) - at(-STEP)) / (2.0 * STEP);
@@ -171,4 +173,29 @@ fn shared_experts_with_and_without_a_gate() {
         }
         check(if gate { "gated shared expert" } else { "shared expert" }, cfg);
     }
+}
+
+#[test]
+fn latent_experts_with_and_without_a_shared_one() {
+    for (dispatcher, shared, dropout) in [
+        (Dispatcher::Alltoall, None, 0.0),
+        (Dispatcher::Flex, Some(40), 0.0),
+        (Dispatcher::Alltoall, Some(40), 0.1),
+    ] {
+        let mut cfg = moe(dispatcher);
+        cfg.model.hidden_dropout = dropout;
+        if let Some(moe) = &mut cfg.model.moe {
+            moe.latent_size = Some(24);
+            moe.shared_expert_intermediate_size = shared;
+        }
+        check("latent experts", cfg);
+    }
+}
+
+#[test]
+fn a_tied_embedding_gets_the_gradients_of_both_ends() {
+    let mut cfg = dense();
+    cfg.model.tied_embeddings = true;
+    let separate = check("separate embedding", dense());
+    assert_eq!(check("tied embedding", cfg), separate - 1);
 }

@@ -109,6 +109,7 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
         ffn_hidden_size: 32,
         shared_expert_intermediate_size: None,
         shared_expert_gate: false,
+        latent_size: None,
         score_function: ScoreFunction::Softmax,
         pre_softmax: false,
         topk_scaling_factor: None,

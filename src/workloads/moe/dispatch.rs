@@ -1,6 +1,6 @@
 //! Rows to their experts and back: permutation, transfer, second permutation, combination.
 
-use super::super::Stack;
+use super::super::{Stack, WorkloadError};
 use super::Dims;
 use super::router::Routes;
 use crate::config::ExpertGemm;
@@ -11,12 +11,27 @@ use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
 /// Rows as the experts see them.
 #[derive(Clone, Copy)]
 pub(super) struct ExpertRows {
-    /// bf16 `[rows, hidden]`, sorted by local expert.
+    /// bf16 `[rows, width]`, sorted by local expert.
     pub rows: BufId,
     /// f32 `[rows]`.
     pub row_probs: BufId,
     /// First row of each local expert, i32 `[local + 1]`.
     pub offsets: BufId,
+}
+
+impl Dims {
+    /// Sum over the chosen experts, nothing added.
+    fn combine(&self) -> CombineRows {
+        CombineRows {
+            tokens: self.t,
+            topk: self.topk,
+            rows: self.rows,
+            hidden: self.w,
+            residual: false,
+            shared: false,
+            dprobs: false,
+        }
+    }
 }
 
 impl Stack<'_> {
@@ -28,7 +43,7 @@ impl Stack<'_> {
             ["moe.rows", "moe.row_probs", "moe.offsets"]
         };
         ExpertRows {
-            rows: self.act(l, rows, &[d.rows, d.h]),
+            rows: self.act(l, rows, &[d.rows, d.w]),
             row_probs: self.act_as(l, row_probs, DType::F32, &[d.rows]),
             offsets: self.act_as(l, offsets, DType::I32, &[d.local + 1]),
         }
@@ -43,8 +58,15 @@ impl Stack<'_> {
     }
 
     /// Sends the rows of `y [split_tokens, hidden]` to their experts. Begins in `moe_preprocess`, ends in `moe_experts`.
-    pub(super) fn dispatch(&mut self, l: usize, d: &Dims, y: BufId, routes: Routes) -> ExpertRows {
+    pub(super) fn dispatch(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        y: BufId,
+        routes: Routes,
+    ) -> Result<ExpertRows, WorkloadError> {
         self.b.at(Some(l), Part::MoePreprocess, Pass::Forward);
+        let y = self.latent_down(l, d, y)?;
         let offsets = self.act_as(l, "moe.offsets", DType::I32, &[d.bins + 1]);
         let (dest, src) = self.dispatch_map(l, d);
         let fault = self.overflow_word(l);
@@ -61,10 +83,10 @@ impl Stack<'_> {
             self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
             self.counts_to_host(l, d, offsets);
         }
-        let rows = self.act(l, "moe.rows", &[d.rows, d.h]);
+        let rows = self.act(l, "moe.rows", &[d.rows, d.w]);
         let row_probs = self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]);
         self.b.launch(
-            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: true },
+            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.w, div: d.topk, probs: true },
             &[y, src, routes.probs, rows, row_probs],
         );
         self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
@@ -72,9 +94,9 @@ impl Stack<'_> {
             self.counts_to_host(l, d, offsets);
         }
         if !d.two_sorts {
-            return ExpertRows { rows, row_probs, offsets };
+            return Ok(ExpertRows { rows, row_probs, offsets });
         }
-        let sent = self.all_to_all(l, "moe.rows", rows, DType::Bf16, d.rows, d.h);
+        let sent = self.all_to_all(l, "moe.rows", rows, DType::Bf16, d.rows, d.w);
         let sent_probs = self.all_to_all(l, "moe.row_probs", row_probs, DType::F32, d.rows, 1);
         let [map, inverse] =
             ["moe.chunk_src", "moe.chunk_dest"].map(|n| self.act_as(l, n, DType::I32, &[d.rows]));
@@ -84,10 +106,10 @@ impl Stack<'_> {
             &[offsets, sorted.offsets, map, inverse],
         );
         self.b.launch(
-            GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: true },
+            GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: true },
             &[sent, map, sent_probs, sorted.rows, sorted.row_probs],
         );
-        sorted
+        Ok(sorted)
     }
 
     /// Brings the experts' rows back and sums them over the chosen experts, with the shared expert and the residual.
@@ -98,55 +120,52 @@ impl Stack<'_> {
         rows: BufId,
         x: BufId,
         shared: Option<BufId>,
-    ) -> BufId {
+    ) -> Result<BufId, WorkloadError> {
         let rows = if d.two_sorts { self.unsort_and_return(l, d, "moe.out", rows, None).0 } else { rows };
         let (dest, _) = self.dispatch_map(l, d);
+        if d.latent {
+            let sum = self.act(l, "moe.latent_sum", &[d.t, d.w]);
+            self.b.launch(d.combine(), &[rows, dest, sum]);
+            return self.latent_up(l, d, sum, x, shared);
+        }
         let dropped = self.cfg.model.hidden_dropout > 0.0;
         let sum = self.act(l, if dropped { "moe.sum" } else { "moe.residual_out" }, &[d.t, d.h]);
-        let op = CombineRows {
-            tokens: d.t,
-            topk: d.topk,
-            rows: d.rows,
-            hidden: d.h,
-            residual: !dropped,
-            shared: shared.is_some(),
-            dprobs: false,
-        };
+        let op = CombineRows { residual: !dropped, shared: shared.is_some(), ..d.combine() };
         let mut args = vec![rows, dest];
         args.extend((!dropped).then_some(x));
         args.extend(shared);
         args.push(sum);
         self.b.launch(op, &args);
         if !dropped {
-            return sum;
+            return Ok(sum);
         }
         let out = self.act(l, "moe.residual_out", &[d.t, d.h]);
         self.add_residual(l, "moe", sum, x, out);
-        out
+        Ok(out)
     }
 
-    /// Sends the gradient of the sum, `[split_tokens, hidden]`, to the experts: `[rows, hidden]`.
+    /// Sends the gradient of the sum, `[split_tokens, width]`, to the experts: `[rows, width]`.
     pub(super) fn combine_backward(&mut self, l: usize, d: &Dims, dsum: BufId) -> BufId {
         let (_, src) = self.dispatch_map(l, d);
-        let drows = self.act(l, "moe.drows", &[d.rows, d.h]);
+        let drows = self.act(l, "moe.drows", &[d.rows, d.w]);
         self.b.launch(
-            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.h, div: d.topk, probs: false },
+            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.w, div: d.topk, probs: false },
             &[dsum, src, drows],
         );
         if !d.two_sorts {
             return drows;
         }
-        let sent = self.all_to_all(l, "moe.drows", drows, DType::Bf16, d.rows, d.h);
+        let sent = self.all_to_all(l, "moe.drows", drows, DType::Bf16, d.rows, d.w);
         let map = self.act_as(l, "moe.chunk_src", DType::I32, &[d.rows]);
-        let sorted = self.act(l, "moe.dsorted", &[d.rows, d.h]);
+        let sorted = self.act(l, "moe.dsorted", &[d.rows, d.w]);
         self.b.launch(
-            GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: false },
+            GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: false },
             &[sent, map, sorted],
         );
         sorted
     }
 
-    /// Brings the gradients of the experts' rows and probabilities back: `[split_tokens, hidden]`, `[split_tokens, topk]`.
+    /// Brings the gradients of the experts' rows and probabilities back: `[split_tokens, width]`, `[split_tokens, topk]`.
     pub(super) fn dispatch_backward(
         &mut self,
         l: usize,
@@ -163,17 +182,9 @@ impl Stack<'_> {
             self.b.at(Some(l), Part::MoePreprocess, Pass::Backward);
         }
         let (dest, _) = self.dispatch_map(l, d);
-        let dy_experts = self.act(l, "moe.dy_experts", &[d.t, d.h]);
+        let dy_experts = self.act(l, "moe.dy_experts", &[d.t, d.w]);
         let dprobs = self.act_as(l, "moe.dprobs", DType::F32, &[d.t, d.topk]);
-        let op = CombineRows {
-            tokens: d.t,
-            topk: d.topk,
-            rows: d.rows,
-            hidden: d.h,
-            residual: false,
-            shared: false,
-            dprobs: true,
-        };
+        let op = CombineRows { dprobs: true, ..d.combine() };
         self.b.launch(op, &[dx_rows, dest, drow_probs, dy_experts, dprobs]);
         (dy_experts, dprobs)
     }
@@ -223,16 +234,16 @@ impl Stack<'_> {
         scalars: Option<BufId>,
     ) -> (BufId, Option<BufId>) {
         let inverse = self.act_as(l, "moe.chunk_dest", DType::I32, &[d.rows]);
-        let unsorted = self.act(l, &format!("{name}.unsorted"), &[d.rows, d.h]);
-        let op = GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.h, div: 1, probs: scalars.is_some() };
+        let unsorted = self.act(l, &format!("{name}.unsorted"), &[d.rows, d.w]);
+        let op = GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: scalars.is_some() };
         let Some(scalars) = scalars else {
             self.b.launch(op, &[rows, inverse, unsorted]);
-            return (self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.h), None);
+            return (self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.w), None);
         };
         let name_of_scalars = format!("{name}.scalars");
         let unsorted_scalars = self.act_as(l, &format!("{name_of_scalars}.unsorted"), DType::F32, &[d.rows]);
         self.b.launch(op, &[rows, inverse, scalars, unsorted, unsorted_scalars]);
-        let returned = self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.h);
+        let returned = self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.w);
         (returned, Some(self.all_to_all(l, &name_of_scalars, unsorted_scalars, DType::F32, d.rows, 1)))
     }
 

@@ -10,7 +10,7 @@ use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
 use crate::program::{BufId, DType};
 
 impl Stack<'_> {
-    /// `[rows, hidden]` to `[rows, hidden]`, weighted by the rows' probabilities.
+    /// `[rows, width]` to `[rows, width]`, weighted by the rows' probabilities.
     pub(super) fn experts_forward(
         &mut self,
         l: usize,
@@ -19,15 +19,15 @@ impl Stack<'_> {
     ) -> Result<BufId, WorkloadError> {
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, d.wide]);
-        self.expert_product(l, d, x.offsets, x.rows, fc1.value, gate_up, d.wide, d.h, Layout::Nt)?;
+        self.expert_product(l, d, x.offsets, x.rows, fc1.value, gate_up, d.wide, d.w, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
         self.activation(d.rows, d.f, Some(d.local), &[gate_up, x.row_probs, x.offsets, act]);
-        let out = self.act(l, "moe.out_rows", &[d.rows, d.h]);
-        self.expert_product(l, d, x.offsets, act, fc2.value, out, d.h, d.f, Layout::Nt)?;
+        let out = self.act(l, "moe.out_rows", &[d.rows, d.w]);
+        self.expert_product(l, d, x.offsets, act, fc2.value, out, d.w, d.f, Layout::Nt)?;
         Ok(out)
     }
 
-    /// Gradients of the rows `[rows, hidden]` and of their probabilities `[rows]` from that of the experts' output.
+    /// Gradients of the rows `[rows, width]` and of their probabilities `[rows]` from that of the experts' output.
     pub(super) fn experts_backward(
         &mut self,
         l: usize,
@@ -39,8 +39,8 @@ impl Stack<'_> {
         let (act, gate_up) =
             (self.act(l, "moe.act", &[d.rows, d.f]), self.act(l, "moe.gate_up", &[d.rows, d.wide]));
         let dact = self.act(l, "moe.dact", &[d.rows, d.f]);
-        self.expert_product(l, d, offsets, drows, fc2.value, dact, d.f, d.h, Layout::Nn)?;
-        self.expert_product(l, d, offsets, drows, act, fc2.grad, d.h, d.f, Layout::Tn)?;
+        self.expert_product(l, d, offsets, drows, fc2.value, dact, d.f, d.w, Layout::Nn)?;
+        self.expert_product(l, d, offsets, drows, act, fc2.grad, d.w, d.f, Layout::Tn)?;
         let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, d.wide]);
         let drow_probs = self.act_as(l, "moe.drow_probs", DType::F32, &[d.rows]);
         self.activation_backward(
@@ -49,9 +49,9 @@ impl Stack<'_> {
             Some(d.local),
             &[gate_up, dact, row_probs, offsets, dgate_up, drow_probs],
         );
-        self.expert_product(l, d, offsets, dgate_up, rows, fc1.grad, d.wide, d.h, Layout::Tn)?;
-        let dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.h]);
-        self.expert_product(l, d, offsets, dgate_up, fc1.value, dx_rows, d.h, d.wide, Layout::Nn)?;
+        self.expert_product(l, d, offsets, dgate_up, rows, fc1.grad, d.wide, d.w, Layout::Tn)?;
+        let dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.w]);
+        self.expert_product(l, d, offsets, dgate_up, fc1.value, dx_rows, d.w, d.wide, Layout::Nn)?;
         Ok((dx_rows, drow_probs))
     }
 

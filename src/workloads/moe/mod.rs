@@ -8,10 +8,12 @@
 //! - *flex*: the dispatch sorts straight to local experts and sits in `moe_experts`; only the routing map is
 //!   made in `moe_preprocess`.
 //!
-//! The stages of a layer, each with its backward beside it: `shared`, `router`, `dispatch`, `experts`.
+//! The stages of a layer, each with its backward beside it: `shared`, `router`, `latent`,
+//! `dispatch`, `experts`.
 
 mod dispatch;
 mod experts;
+mod latent;
 mod router;
 mod shared;
 
@@ -44,12 +46,14 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
             out.push(Spec::normal(name("shared.gate"), 1, m.hidden_size, m.init_method_std));
         }
     }
+    let width = moe.latent_size.unwrap_or(m.hidden_size);
+    if moe.latent_size.is_some() {
+        out.push(Spec::normal(name("latent_down"), width, m.hidden_size, m.init_method_std));
+        out.push(Spec::normal(name("latent_up"), m.hidden_size, width, output_std(cfg)));
+    }
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
-    out.push(
-        Spec::normal(name("experts.fc1"), local * fc1_rows(cfg) * f, m.hidden_size, m.init_method_std)
-            .expert(),
-    );
-    out.push(Spec::normal(name("experts.fc2"), local * m.hidden_size, f, output_std(cfg)).expert());
+    out.push(Spec::normal(name("experts.fc1"), local * fc1_rows(cfg) * f, width, m.init_method_std).expert());
+    out.push(Spec::normal(name("experts.fc2"), local * width, f, output_std(cfg)).expert());
     Ok(out)
 }
 
@@ -58,6 +62,9 @@ struct Dims {
     /// Rows that enter the router.
     t: usize,
     h: usize,
+    /// Width of a dispatched row: hidden, or the latent size.
+    w: usize,
+    latent: bool,
     /// Width of an expert, and of its first product.
     f: usize,
     wide: usize,
@@ -98,6 +105,8 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
     Dims {
         t,
         h: s.cfg.model.hidden_size,
+        w: moe.latent_size.unwrap_or(s.cfg.model.hidden_size),
+        latent: moe.latent_size.is_some(),
         f: s.share.expert_ffn,
         wide: fc1_rows(s.cfg) * s.share.expert_ffn,
         experts: moe.num_experts,
@@ -135,9 +144,9 @@ impl Stack<'_> {
         let (y, _) = self.norm(l, "moe.norm", x, norm_w);
         let shared = self.shared_forward(l, &moe, y)?;
         let routes = self.route(l, &d, y)?;
-        let rows = self.dispatch(l, &d, y, routes);
+        let rows = self.dispatch(l, &d, y, routes)?;
         let out_rows = self.experts_forward(l, &d, rows)?;
-        Ok(self.combine(l, &d, out_rows, x, shared))
+        self.combine(l, &d, out_rows, x, shared)
     }
 
     pub(super) fn moe_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
@@ -145,12 +154,14 @@ impl Stack<'_> {
         let d = dims(self, &moe);
         self.b.at(Some(l), Part::MoeExperts, Pass::Backward);
         let dsum = self.dropout_gradient(l, "moe", dout);
-        let drows = self.combine_backward(l, &d, dsum);
+        let dexperts = self.latent_up_backward(l, &d, dsum)?;
+        let drows = self.combine_backward(l, &d, dexperts);
         let (dx_rows, drow_probs) = self.experts_backward(l, &d, drows)?;
-        let (dy_experts, dprobs) = self.dispatch_backward(l, &d, dx_rows, drow_probs);
+        let (dlatent, dprobs) = self.dispatch_backward(l, &d, dx_rows, drow_probs);
+        let y = self.act(l, "moe.norm.out", &[d.t, d.h]);
+        let dy_experts = self.latent_down_backward(l, &d, y, dlatent)?;
 
         self.b.at(Some(l), Part::MoeRouter, Pass::Backward);
-        let y = self.act(l, "moe.norm.out", &[d.t, d.h]);
         let dy_router = self.route_backward(l, &moe, &d, y, dprobs, dy_experts)?;
         let dy = self.shared_backward(l, &moe, y, dsum, dy_router)?;
         let norm_w = self.moe_weight(l, "norm")?;
