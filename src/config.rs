@@ -157,6 +157,10 @@ pub struct Moe {
     pub ffn_hidden_size: usize,
     /// Width of the shared expert, if there is one.
     pub shared_expert_intermediate_size: Option<usize>,
+    /// The shared expert's output is weighed by a sigmoid gate.
+    pub shared_expert_gate: bool,
+    /// Width that tokens are projected to before the experts, if it is another than hidden.
+    pub latent_size: Option<usize>,
     pub score_function: ScoreFunction,
     /// True: scores over all experts, then top-k. False: top-k, then scores over those.
     pub pre_softmax: bool,

@@ -127,15 +127,6 @@ pub const FEATURES: &[Feature] = &[
     not_built("biases in linear layers", "set model.add_bias_linear=false", |e| {
         e.values.on("model.add_bias_linear")
     }),
-    not_built(
-        "an embedding shared with the head",
-        "set model.share_embeddings_and_output_weights=false",
-        |e| e.values.on("model.share_embeddings_and_output_weights"),
-    ),
-    not_built("a latent MoE", "set model.moe_latent_size=null", |e| e.values.is_set("model.moe_latent_size")),
-    not_built("a gated shared expert", "set model.moe_shared_expert_gate=false", |e| {
-        e.values.on("model.moe_shared_expert_gate")
-    }),
     not_built("this router score function", "set model.moe_router_score_function=softmax", |e| {
         e.moe()
             && !matches!(e.values.text("model.moe_router_score_function"), None | Some("softmax" | "sigmoid"))

@@ -26,6 +26,7 @@ pub mod support;
 pub mod swiglu;
 #[cfg(test)]
 pub mod testing;
+pub mod token_gate;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};

@@ -209,6 +209,8 @@ fn moe(e: &Effective) -> Moe {
         shared_expert_intermediate_size: e
             .shared_expert()
             .then(|| size(e, "model.moe_shared_expert_intermediate_size")),
+        shared_expert_gate: e.shared_expert() && v.on("model.moe_shared_expert_gate"),
+        latent_size: v.is_set("model.moe_latent_size").then(|| size(e, "model.moe_latent_size")),
         score_function: match v.text("model.moe_router_score_function") {
             Some("sigmoid") => ScoreFunction::Sigmoid,
             _ => ScoreFunction::Softmax,

@@ -22,6 +22,7 @@ use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::ssd::{SsdBwd, SsdFwd, SsdShape};
 use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
+use crate::ops::token_gate::{TokenGateBwd, TokenGateFwd};
 use crate::program::DType;
 use std::sync::Arc;
 
@@ -248,6 +249,10 @@ fn moe(add: &mut Add) {
         for (residual, shared, dprobs) in [(true, false, false), (true, true, false), (false, false, true)] {
             add(Arc::new(CombineRows { tokens, topk, rows, hidden, residual, shared, dprobs }));
         }
+    }
+    for (tokens, hidden) in [(1, 8), (77, 264), (515, 2048), (33, 7168)] {
+        add(Arc::new(TokenGateFwd { tokens, hidden }));
+        add(Arc::new(TokenGateBwd { tokens, hidden }));
     }
     add(Arc::new(ChunkMap { experts: 32, local: 8, rows: 500 }));
     for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {

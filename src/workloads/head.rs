@@ -16,8 +16,13 @@ pub(super) fn embedding_weight(cfg: &RunConfig, share: &RankShare) -> Spec {
 pub(super) fn head_weights(cfg: &RunConfig, share: &RankShare) -> Vec<Spec> {
     let m = &cfg.model;
     let mut out = vec![Spec::ones("final_norm.weight".into(), m.hidden_size)];
-    if !m.tied_embeddings || !share.has_embedding {
-        out.push(Spec::normal("head.weight".into(), share.vocab, m.hidden_size, m.init_method_std));
+    match (m.tied_embeddings, share.has_embedding) {
+        (false, _) => {
+            out.push(Spec::normal("head.weight".into(), share.vocab, m.hidden_size, m.init_method_std))
+        }
+        // The last stage's copy of the first stage's table.
+        (true, false) => out.push(embedding_weight(cfg, share)),
+        (true, true) => {}
     }
     out
 }
@@ -59,7 +64,7 @@ impl Stack<'_> {
     }
 
     fn head_weight(&self) -> Result<super::weights::Weight, WorkloadError> {
-        self.weights.get("head.weight").or_else(|_| self.weights.get("embedding.weight"))
+        self.weights.get(if self.cfg.model.tied_embeddings { "embedding.weight" } else { "head.weight" })
     }
 
     /// Final norm, logits, loss; then back to the gradient of the stack's output.

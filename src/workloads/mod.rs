@@ -3,6 +3,8 @@
 //! There is no autograd: each layer file emits its forward and its backward launches itself.
 
 mod attention;
+#[cfg(test)]
+mod gradients;
 mod head;
 mod linear;
 mod mamba;

@@ -12,6 +12,8 @@ const HEAD_WIDTH: usize = 64;
 const HEADS: usize = 4;
 const FFN: usize = 512;
 const EXPERT_FFN: usize = 128;
+/// Narrower than hidden, as it is in the models that have it.
+const LATENT: usize = 64;
 const TOPK: usize = 2;
 /// Mamba heads a rank, and the width of head, state and chunk: several chunks a sequence.
 const MAMBA_HEADS: usize = 8;
@@ -81,6 +83,7 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         }
         moe.router_topk = moe.router_topk.min(TOPK);
         moe.ffn_hidden_size = moe.ffn_hidden_size.min(EXPERT_FFN);
+        moe.latent_size = moe.latent_size.map(|w| w.min(LATENT));
         moe.shared_expert_intermediate_size = moe.shared_expert_intermediate_size.map(|w| w.min(EXPERT_FFN));
     }
     let b = &mut cfg.batch;

@@ -108,6 +108,8 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
         router_topk: 2,
         ffn_hidden_size: 32,
         shared_expert_intermediate_size: None,
+        shared_expert_gate: false,
+        latent_size: None,
         score_function: ScoreFunction::Softmax,
         pre_softmax: false,
         topk_scaling_factor: None,
