@@ -127,13 +127,40 @@ fn norm_and_rope(add: &mut Add) {
 
 fn attention(add: &mut Add) {
     let whole = |batch, seq| (Positions::whole(batch, seq), seq);
+    // Multi-latent attention: keys wider than values, DeepSeek's and GLM's widths, a scale of its own.
+    for (positions, kv_len) in [whole(1, 1), whole(2, 77), whole(1, 257)] {
+        for (heads, head_dim, head_dim_v) in [(3, 192, 128), (2, 256, 256), (2, 48, 32)] {
+            for p in [0.0, 0.1] {
+                let shape = AttnShape {
+                    positions,
+                    kv_len,
+                    q_heads: heads,
+                    kv_heads: heads,
+                    head_dim,
+                    head_dim_v: Some(head_dim_v),
+                    scale: Some(0.1),
+                    dropout: (p > 0.0).then_some(Dropout { p, rng: RNG }),
+                };
+                add(Arc::new(AttnFwd { shape: shape.clone() }));
+                add(Arc::new(AttnBwd { shape }));
+            }
+        }
+    }
     let chunks = (Positions { batch: 1, seq: 192, chunks: [(96, 96), (192, 96)] }, 384);
     let shapes = [whole(1, 1), whole(2, 7), whole(1, 129), whole(1, 513), whole(2, 256), chunks];
     for (positions, kv_len) in shapes {
         for (q_heads, kv_heads, head_dim) in [(4, 1, 128), (4, 2, 64), (2, 2, 128)] {
             for p in [0.0, 0.1] {
                 let dropout = (p > 0.0).then_some(Dropout { p, rng: RNG });
-                let shape = AttnShape { positions, kv_len, q_heads, kv_heads, head_dim, dropout };
+                let shape = AttnShape {
+                    positions,
+                    kv_len,
+                    q_heads,
+                    kv_heads,
+                    head_dim,
+                    dropout,
+                    ..AttnShape::default()
+                };
                 add(Arc::new(AttnFwd { shape: shape.clone() }));
                 add(Arc::new(AttnBwd { shape }));
             }

@@ -87,6 +87,7 @@ impl Stack<'_> {
             kv_heads: self.share.kv_heads,
             head_dim: self.cfg.model.kv_channels,
             dropout,
+            ..AttnShape::default()
         }
     }
 
