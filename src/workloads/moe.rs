@@ -22,7 +22,7 @@ use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::grouped_gemm::GroupedGemm;
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::rng::Rng;
-use crate::ops::router::{RouterBwd, RouterFwd};
+use crate::ops::router::{Groups, RouterBwd, RouterFwd};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Result<Vec<Spec>, WorkloadError> {
@@ -144,12 +144,8 @@ impl Stack<'_> {
             forced: rng,
             skew: moe.routing == Routing::Skewed,
             expert_bias: moe.expert_bias,
+            groups: (moe.num_groups > 1).then_some(Groups { count: moe.num_groups, chosen: moe.group_topk }),
         })
-    }
-
-    fn expert_bias(&mut self, l: usize, experts: usize) -> BufId {
-        let name = format!("layer{}.moe.expert_bias", self.share.layers[l].index);
-        self.b.buffer(&name, DType::F32, &[experts], Lifetime::Constant, Init::Const { value: 0.0 })
     }
 
     /// `x -> x + experts(norm(x))`, `[split_tokens, hidden]`.
@@ -171,7 +167,7 @@ impl Stack<'_> {
         let mut args = vec![logits];
         args.extend(router.forced.map(|_| self.words));
         if router.expert_bias {
-            args.push(self.expert_bias(l, d.experts));
+            args.push(self.expert_bias(l));
         }
         args.extend([scores, probs, index, counts]);
         self.b.launch(router, &args);
@@ -339,6 +335,7 @@ impl Stack<'_> {
         self.b.launch(op, &[dx_rows, dest, drow_probs, dy_experts, dprobs]);
 
         self.b.at(Some(l), Part::MoeRouter, Pass::Backward);
+        self.count_tokens(l);
         let scores = self.act_as(l, "moe.scores", DType::F32, &[d.t, d.experts]);
         let probs = self.act_as(l, "moe.probs", DType::F32, &[d.t, d.topk]);
         let index = self.act_as(l, "moe.index", DType::I32, &[d.t, d.topk]);
