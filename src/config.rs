@@ -125,7 +125,7 @@ pub struct Model {
     pub rotary_base: f64,
     /// Part of each head that is rotated.
     pub rotary_percent: f64,
-    /// Llama 3.1's scaling of low rotary frequencies.
+    /// Scaling of low rotary frequencies.
     pub rope_scaling: Option<crate::ops::rope::RopeScaling>,
     pub tied_embeddings: bool,
     pub init_method_std: f64,
@@ -133,8 +133,25 @@ pub struct Model {
     pub hidden_dropout: f64,
     pub moe: Option<Moe>,
     pub mamba: Option<Mamba>,
+    /// Multi-latent attention in place of plain one; `num_query_groups` and `kv_channels` then mean nothing.
+    pub mla: Option<Mla>,
     /// Multi-token-prediction layers.
     pub mtp_num_layers: usize,
+    /// Weight of their mean loss.
+    pub mtp_loss_scaling_factor: f64,
+}
+
+/// Sizes of multi-latent attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Mla {
+    /// Width of the query latent; `None`: queries straight from the hidden state.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the latent of keys and values.
+    pub kv_lora_rank: usize,
+    /// Elements of a query and key head that are not rotated, and that are.
+    pub qk_head_dim: usize,
+    pub qk_pos_emb_head_dim: usize,
+    pub v_head_dim: usize,
 }
 
 /// Sizes of Mamba-2 layers.
@@ -165,7 +182,12 @@ pub struct Moe {
     /// True: scores over all experts, then top-k. False: top-k, then scores over those.
     pub pre_softmax: bool,
     pub topk_scaling_factor: Option<f64>,
+    /// Experts lie in this many groups, of which a token's experts come from `group_topk`; 1: no groups.
+    pub num_groups: usize,
+    pub group_topk: usize,
     pub expert_bias: bool,
+    /// How far the expert bias moves a step.
+    pub bias_update_rate: f64,
     pub aux_loss_coeff: f64,
     pub load_balancing_type: String,
     pub force_load_balancing: bool,

@@ -46,7 +46,8 @@ pub const FEATURES: &[Feature] = &[
     ),
     approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
         let of = e.values.get("model.rope_scaling");
-        !of.is_null() && of.get("type").and_then(serde_json::Value::as_str) != Some("llama3")
+        !of.is_null()
+            && !matches!(of.get("type").and_then(serde_json::Value::as_str), Some("llama3" | "yarn"))
     }),
     approximated(
         "seq_aux_loss",
@@ -58,12 +59,11 @@ pub const FEATURES: &[Feature] = &[
             )
         },
     ),
-    approximated("group_limited_routing", "experts are chosen among all groups", |e| {
-        e.values.int("model.moe_router_num_groups").unwrap_or(1) > 1
-    }),
-    approximated("expert_bias_update", "the expert bias stays as it is", |e| {
-        e.values.on("model.moe_router_enable_expert_bias") && e.nonzero("model.moe_router_bias_update_rate")
-    }),
+    approximated(
+        "sparse_attention",
+        "every earlier token is attended to, and there is no indexer that would choose some",
+        |e| e.values.text("model.attention_variant") == Some("dsa"),
+    ),
     approximated("shared_expert_overlap", "the shared expert runs before the dispatch, not beside it", |e| {
         e.moe() && e.values.on("model.moe_shared_expert_overlap")
     }),
@@ -93,11 +93,8 @@ pub const FEATURES: &[Feature] = &[
                 .int("model.mamba_conv_kernel")
                 .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
     }),
-    not_built("multi-latent attention", "no option replaces it", |e| {
-        e.values.on("model.multi_latent_attention")
-    }),
-    not_built("an attention variant (gated delta net, sparse attention)", "no option replaces it", |e| {
-        e.values.is_set("model.attention_variant")
+    not_built("an attention variant (gated delta net, compressed attention)", "no option replaces it", |e| {
+        e.values.text("model.attention_variant").is_some_and(|v| v != "dsa")
     }),
     not_built("hyper-connections", "no option replaces them", |e| e.values.is_set("model.hyper_connections")),
     not_built("attention sinks", "set model.softmax_type=vanilla to run without them", |e| {

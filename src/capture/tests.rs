@@ -4,7 +4,7 @@ use super::*;
 use crate::config::{Dispatcher, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
-use crate::workloads::testing::{dense, hybrid, moe, padded, program, with_graphs};
+use crate::workloads::testing::{deepseek, dense, hybrid, moe, padded, program, with_graphs};
 
 /// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
 /// with runs of equal part abbreviated. Staging copies are shown as `copy`.
@@ -229,6 +229,71 @@ fn arms_are_equal_with_dropout_on() {
     both_arms(&split);
 }
 
+const MLA_F: &str =
+    "rmsnorm_fwd gemm rmsnorm_fwd gemm split_columns rmsnorm_fwd gemm gemm mla_rope_fwd attention_fwd gemm";
+const MLA_B: &str = "gemm gemm attention_bwd mla_rope_bwd gemm gemm rmsnorm_bwd column_sum gemm gemm gemm gemm \
+                     rmsnorm_bwd column_sum join_columns gemm gemm rmsnorm_bwd column_sum";
+
+#[test]
+fn latent_attention_is_captured_whole_and_experts_keep_their_scopes() {
+    let te = GraphImpl::TransformerEngine;
+    let cfg = with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]);
+    let dense = story(&cfg, 0, 0);
+    assert_eq!(dense[1], format!("G {MLA_F}"));
+    assert_eq!(dense[dense.len() - 1], format!("G {MLA_B}"));
+    let experts = story(&cfg, 0, 1);
+    let shared = "gemm swiglu_fwd gemm";
+    assert_eq!(experts[1], format!("G {MLA_F} rmsnorm_fwd {shared} gemm router_fwd moe_sort gather_rows"));
+    let last = &experts[experts.len() - 1];
+    assert!(last.starts_with("G combine_rows count_add router_bwd") && last.ends_with(MLA_B), "{last}");
+}
+
+#[test]
+fn arms_of_latent_attention_are_equal() {
+    let te = GraphImpl::TransformerEngine;
+    both_arms(&with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]));
+    let mut kimi = with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]);
+    if let Some(moe) = &mut kimi.model.moe {
+        (moe.num_groups, moe.group_topk, moe.dispatcher) = (1, 1, Dispatcher::Flex);
+    }
+    (kimi.model.attention_dropout, kimi.model.hidden_dropout) = (0.1, 0.1);
+    both_arms(&kimi);
+    let mut split = with_graphs(deepseek(), te, &[Attn, MoeRouter]);
+    (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
+    split.identity.num_gpus = 8;
+    both_arms(&split);
+    split.parallel.sequence_parallel = false;
+    both_arms(&split);
+}
+
+/// The bias of every expert layer moves by the rate, against the counts; that of a dense layer stays.
+#[test]
+fn expert_biases_move_once_a_step() {
+    let cfg = deepseek();
+    let program = program(&cfg);
+    let find = |name: &str| {
+        let at = program.buffers.iter().position(|b| b.name == name).unwrap();
+        crate::program::BufId(at as u32)
+    };
+    let (bias, total) = (find("moe.expert_bias"), find("moe.tokens_per_expert"));
+    let mut storage = crate::device::cpu::Storage::new(&program, 5);
+    storage.reset(&program).unwrap();
+    let mut counts = vec![0.0; 8];
+    for l in &program.launches {
+        if l.op.name() == "expert_bias_update" {
+            counts = storage.read(&program, total)[8..].to_vec();
+        }
+        storage.run(&program, l).unwrap();
+    }
+    // Two micro-batches of 16 tokens, two experts each: a mean of 8.
+    assert_eq!(counts.iter().sum::<f32>(), 64.0);
+    let want = counts.iter().map(|n| (8.0 - n).signum() * if *n == 8.0 { 0.0 } else { 1e-3 });
+    let bias = storage.read(&program, bias);
+    assert_eq!(bias[..8], [0.0; 8]);
+    assert_eq!(bias[8..].to_vec(), want.collect::<Vec<f32>>());
+    assert!(bias.iter().any(|b| *b != 0.0));
+}
+
 #[test]
 fn each_launch_left_out_of_the_graphs_is_noticed() {
     let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
@@ -274,6 +339,7 @@ fn every_launch_writes_finite_values() {
         ("padded", padded()),
         ("split", split),
         ("hybrid", hybrid()),
+        ("deepseek", deepseek()),
     ] {
         cfg.model.attention_dropout = 0.1;
         cfg.model.hidden_dropout = 0.1;

@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod collective;
+pub mod columns;
 pub mod cpu_args;
 pub mod cross_entropy;
 pub mod dropout;
@@ -13,6 +14,7 @@ pub mod gated_norm;
 pub mod gemm;
 pub mod grouped_gemm;
 pub mod mamba_conv;
+pub mod mla_rope;
 pub mod moe_permute;
 pub mod optimizer;
 pub mod rmsnorm;

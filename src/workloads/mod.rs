@@ -3,11 +3,13 @@
 //! There is no autograd: each layer file emits its forward and its backward launches itself.
 
 mod attention;
+mod expert_bias;
 #[cfg(test)]
 mod gradients;
 mod head;
 mod linear;
 mod mamba;
+mod mla;
 mod mlp;
 mod moe;
 mod optimizer;

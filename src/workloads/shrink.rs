@@ -12,9 +12,12 @@ const HEAD_WIDTH: usize = 64;
 const HEADS: usize = 4;
 const FFN: usize = 512;
 const EXPERT_FFN: usize = 128;
-/// Narrower than hidden, as it is in the models that have it.
-const LATENT: usize = 64;
+/// Latent experts: narrower than hidden, as it is in the models that have them.
+const EXPERT_LATENT: usize = 64;
 const TOPK: usize = 2;
+/// Latents of multi-latent attention, and the wider parts of its heads.
+const LATENT: usize = 64;
+const LATENT_HEAD: usize = 32;
 /// Mamba heads a rank, and the width of head, state and chunk: several chunks a sequence.
 const MAMBA_HEADS: usize = 8;
 const MAMBA_WIDTH: usize = 32;
@@ -70,6 +73,13 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     if !given.vocabulary {
         m.vocab_size = m.vocab_size.min(VOCABULARY);
     }
+    if let Some(mla) = &mut m.mla {
+        mla.q_lora_rank = mla.q_lora_rank.map(|r| r.min(LATENT));
+        mla.kv_lora_rank = mla.kv_lora_rank.min(LATENT);
+        mla.qk_head_dim = mla.qk_head_dim.min(LATENT_HEAD);
+        mla.qk_pos_emb_head_dim = mla.qk_pos_emb_head_dim.min(LATENT_HEAD / 2);
+        mla.v_head_dim = mla.v_head_dim.min(LATENT_HEAD);
+    }
     if let Some(mamba) = &mut m.mamba {
         mamba.num_heads = mamba.num_heads.min(MAMBA_HEADS * tp);
         mamba.num_groups = mamba.num_groups.min(tp);
@@ -83,7 +93,10 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         }
         moe.router_topk = moe.router_topk.min(TOPK);
         moe.ffn_hidden_size = moe.ffn_hidden_size.min(EXPERT_FFN);
-        moe.latent_size = moe.latent_size.map(|w| w.min(LATENT));
+        moe.latent_size = moe.latent_size.map(|w| w.min(EXPERT_LATENT));
+        // Two experts a group, half of the groups chosen.
+        moe.num_groups = if moe.num_groups > 1 { (moe.num_experts / 2).max(1) } else { 1 };
+        moe.group_topk = moe.group_topk.min(moe.num_groups / 2).min(moe.router_topk).max(1);
         moe.shared_expert_intermediate_size = moe.shared_expert_intermediate_size.map(|w| w.min(EXPERT_FFN));
     }
     let b = &mut cfg.batch;

@@ -133,6 +133,7 @@ impl Stack<'_> {
             self.b.launch(MicroBatchAdvance {}, &[self.words]);
         }
         self.b.micro_batch = 0;
+        self.move_expert_bias();
         self.reduce_gradients();
         self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
         if cfg.optimizer.kind != "none" {

@@ -2,6 +2,8 @@
 
 use super::share::RankShare;
 use crate::config::*;
+use crate::ops::rope::RopeScaling;
+use crate::ops::rope::scaling::Yarn;
 use crate::program::Program;
 
 /// Two dense layers on one GPU: hidden 64, 4 heads of 16 in 2 groups, 16 tokens.
@@ -40,7 +42,9 @@ pub fn dense() -> RunConfig {
             hidden_dropout: 0.0,
             moe: None,
             mamba: None,
+            mla: None,
             mtp_num_layers: 0,
+            mtp_loss_scaling_factor: 0.1,
         },
         parallel: Parallel {
             tp: 1,
@@ -113,7 +117,10 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
         score_function: ScoreFunction::Softmax,
         pre_softmax: false,
         topk_scaling_factor: None,
+        num_groups: 1,
+        group_topk: 1,
         expert_bias: false,
+        bias_update_rate: 0.0,
         aux_loss_coeff: 1e-3,
         load_balancing_type: "aux_loss".into(),
         force_load_balancing: true,
@@ -152,6 +159,40 @@ pub fn hybrid() -> RunConfig {
     cfg.model.rotary_percent = 0.0;
     cfg.model.mamba =
         Some(Mamba { num_heads: 16, head_dim: 16, state_dim: 16, num_groups: 2, chunk_size: 32 });
+    cfg
+}
+
+/// A small DeepSeek-V3: a dense and an expert layer with multi-latent attention, YaRN, a shared expert, sigmoid
+/// scores with a bias, 8 experts in 4 groups.
+pub fn deepseek() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Alltoall);
+    cfg.model.layers = vec![LayerKind::Dense, LayerKind::Moe];
+    cfg.model.num_query_groups = cfg.model.num_attention_heads;
+    cfg.model.mla = Some(Mla {
+        q_lora_rank: Some(40),
+        kv_lora_rank: 24,
+        qk_head_dim: 16,
+        qk_pos_emb_head_dim: 8,
+        v_head_dim: 8,
+    });
+    cfg.model.rope_scaling = Some(RopeScaling::Yarn(Yarn {
+        factor: 40.0,
+        original_max_position: 4096.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        mscale: 1.0,
+        mscale_all_dim: 1.0,
+        rounded: true,
+    }));
+    if let Some(moe) = &mut cfg.model.moe {
+        moe.score_function = ScoreFunction::Sigmoid;
+        moe.pre_softmax = true;
+        moe.topk_scaling_factor = Some(2.5);
+        moe.shared_expert_intermediate_size = Some(32);
+        (moe.num_groups, moe.group_topk) = (4, 2);
+        (moe.expert_bias, moe.bias_update_rate) = (true, 1e-3);
+        moe.force_load_balancing = false;
+    }
     cfg
 }
 

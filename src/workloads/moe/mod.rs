@@ -162,6 +162,7 @@ impl Stack<'_> {
         let dy_experts = self.latent_down_backward(l, &d, y, dlatent)?;
 
         self.b.at(Some(l), Part::MoeRouter, Pass::Backward);
+        self.count_tokens(l);
         let dy_router = self.route_backward(l, &moe, &d, y, dprobs, dy_experts)?;
         let dy = self.shared_backward(l, &moe, y, dsum, dy_router)?;
         let norm_w = self.moe_weight(l, "norm")?;

@@ -4,8 +4,8 @@ use super::super::{PIPELINE_SEED, Stack, WorkloadError};
 use super::Dims;
 use crate::config::{Moe, Routing};
 use crate::ops::rng::Rng;
-use crate::ops::router::{RouterBwd, RouterFwd};
-use crate::program::{BufId, DType, Init, Lifetime};
+use crate::ops::router::{Groups, RouterBwd, RouterFwd};
+use crate::program::{BufId, DType};
 
 /// What the router hands on, of one layer.
 #[derive(Clone, Copy)]
@@ -40,12 +40,8 @@ impl Stack<'_> {
             forced: rng,
             skew: moe.routing == Routing::Skewed,
             expert_bias: moe.expert_bias,
+            groups: (moe.num_groups > 1).then_some(Groups { count: moe.num_groups, chosen: moe.group_topk }),
         })
-    }
-
-    fn expert_bias(&mut self, l: usize, experts: usize) -> BufId {
-        let name = format!("layer{}.moe.expert_bias", self.share.layers[l].index);
-        self.b.buffer(&name, DType::F32, &[experts], Lifetime::Constant, Init::Const { value: 0.0 })
     }
 
     /// The routing buffers of layer `l`.
@@ -68,7 +64,7 @@ impl Stack<'_> {
         let mut args = vec![logits];
         args.extend(router.forced.map(|_| self.words));
         if router.expert_bias {
-            args.push(self.expert_bias(l, d.experts));
+            args.push(self.expert_bias(l));
         }
         args.extend([r.scores, r.probs, r.index, r.counts]);
         self.b.launch(router, &args);
