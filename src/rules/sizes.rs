@@ -250,6 +250,7 @@ pub fn layout_of(e: &Effective) -> Parallel {
         last_stage_layers: optional("model.num_layers_in_last_pipeline_stage"),
         account_for_embedding: e.values.on("model.account_for_embedding_in_pipeline_split"),
         account_for_loss: e.values.on("model.account_for_loss_in_pipeline_split"),
+        microbatch_group_size: optional("model.microbatch_group_size_per_vp_stage").filter(|n| *n > 0),
         use_distributed_optimizer: e.values.on("ddp.use_distributed_optimizer"),
     }
 }

@@ -57,6 +57,7 @@ pub fn dense() -> RunConfig {
             last_stage_layers: None,
             account_for_embedding: false,
             account_for_loss: false,
+            microbatch_group_size: None,
             use_distributed_optimizer: true,
         },
         batch: Batch {
