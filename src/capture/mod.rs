@@ -7,6 +7,8 @@
 //!   (rules file, section 5). An empty scope is the whole layer. Micro-batches share the graph; with pipeline stages
 //!   each has its own (section 6).
 
+#[cfg(test)]
+mod pipeline_tests;
 mod staging;
 #[cfg(test)]
 mod tests;
