@@ -239,6 +239,9 @@ pub struct Parallel {
     pub last_stage_layers: Option<usize>,
     pub account_for_embedding: bool,
     pub account_for_loss: bool,
+    /// Interleaved order: micro-batches that pass a virtual stage before the next one's turn; `None` is pp.
+    #[serde(default)]
+    pub microbatch_group_size: Option<usize>,
     pub use_distributed_optimizer: bool,
 }
 

@@ -4,6 +4,7 @@
 use crate::capture::{ArmPlan, RunPlan};
 use crate::config::RunConfig;
 use crate::program::{Part, Pass, Program};
+use crate::workloads::schedule::{Pipeline, notation, slots};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -62,10 +63,31 @@ fn memory(arm: &ArmPlan) -> Value {
     })
 }
 
+/// Passes of this stage: as many micro-batches as are run, and what the whole job would have in flight.
+fn pipeline(cfg: &RunConfig) -> Option<Value> {
+    if cfg.parallel.pp == 1 || cfg.stack_only {
+        return None;
+    }
+    let run = Pipeline::of(cfg, cfg.batch.num_microbatches);
+    let job = Pipeline::of(cfg, cfg.batch.num_microbatches_recipe);
+    let order = run.order();
+    let mut by_chunk = vec![0; run.vp];
+    for (turn, slot) in order.iter().zip(slots(&order)) {
+        if let Some(most) = by_chunk.get_mut(turn.chunk) {
+            *most = (slot + 1).max(*most);
+        }
+    }
+    Some(json!({
+        "pp_rank": run.pp_rank, "model_chunks": run.vp, "microbatch_group_size": run.group,
+        "warm_up_passes": run.warm_up(), "in_flight": run.in_flight(), "in_flight_job": job.in_flight(),
+        "activation_slots": by_chunk, "order": notation(&order),
+    }))
+}
+
 /// The `program` object of the dry run's JSON.
-pub fn describe(plan: &RunPlan, gpu: &str) -> Value {
+pub fn describe(plan: &RunPlan, cfg: &RunConfig) -> Value {
     let program = &plan.eager.program;
-    let parts: Vec<Value> = costs(program, gpu)
+    let parts: Vec<Value> = costs(program, &cfg.identity.gpu)
         .into_iter()
         .map(|((part, pass), c)| {
             json!({"part": name(part), "pass": name(pass), "launches": c.launches, "gflops": c.flops / 1e9,
@@ -98,6 +120,7 @@ pub fn describe(plan: &RunPlan, gpu: &str) -> Value {
         "parts": parts,
         "memory": memory(&plan.eager),
         "graph_arm": graph,
+        "pipeline": pipeline(cfg),
     })
 }
 
@@ -106,9 +129,15 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
     let (p, b, g) = (&cfg.parallel, &cfg.batch, &cfg.graph);
     let scope: Vec<String> = g.scope.iter().map(name).collect();
     let scope = if scope.is_empty() { "-".into() } else { scope.join(",") };
+    let stage = pipeline(cfg).map_or(String::new(), |p| {
+        format!(
+            " ({} model chunks, {} passes in flight, {} in the whole job)",
+            p["model_chunks"], p["in_flight"], p["in_flight_job"]
+        )
+    });
     format!(
         "{function}\n\
-         {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}\n\
+         {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}{stage}\n\
          micro-batch {}, sequence {}, micro-batches {} of {}\n\
          graphs: {} scope {scope}, warm-up {}, RNG tracker {}\n\
          approximations: {}\n",

@@ -39,11 +39,6 @@ pub const FEATURES: &[Feature] = &[
     approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| {
         e.args.mbperf.run_dtype.is_some() && e.args.performance.compute_dtype != "bf16"
     }),
-    approximated(
-        "pp_order",
-        "the stage's micro-batches run forward and backward one after the other, without transfers",
-        |e| e.pp() > 1,
-    ),
     approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
         let of = e.values.get("model.rope_scaling");
         !of.is_null()
@@ -152,11 +147,6 @@ pub const FEATURES: &[Feature] = &[
     }),
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
-    not_built(
-        "virtual pipeline stages",
-        "give -vp None, and a -pp that divides the layers, for one chunk a stage",
-        |e| crate::rules::layout_of(e).vp > 1,
-    ),
     not_built("recompute", "set model.recompute_granularity=null to run without it", |e| {
         e.full_recompute() || !e.recomputed().is_empty()
     }),

@@ -248,7 +248,7 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
         let mut head = overrides::dryrun_head(resolved);
         head.insert("config".into(), serde_json::to_value(cfg)?);
         if let Some(plan) = &plan {
-            head.insert("program".into(), dryrun::describe(plan, &cfg.identity.gpu));
+            head.insert("program".into(), dryrun::describe(plan, cfg));
         }
         writeln!(out, "{}", serde_json::to_string_pretty(&head)?)?;
         return Ok(0);

@@ -140,6 +140,8 @@ pub enum Part {
     Mamba,
     Head,
     Loss,
+    /// What arrives from and goes to other pipeline stages.
+    Pipeline,
     /// Data-parallel reduction of the main gradients.
     GradReduce,
     Optimizer,
@@ -192,6 +194,9 @@ pub struct Program {
     pub loss: Option<BufId>,
     /// f32 scalar: norm of the gradients before clipping.
     pub grad_norm: Option<BufId>,
+    /// Transformer Engine captures a layer once for each micro-batch when there are pipeline stages, once for all
+    /// otherwise (rules file, section 6).
+    pub graph_per_micro_batch: bool,
     /// i32 scalars that must be 0 after a step (row overflow), each with what it means.
     pub faults: Vec<(BufId, String)>,
 }

@@ -23,7 +23,7 @@ use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd, RopeScaling};
 use crate::ops::router::{CountAdd, ExpertBiasUpdate, Groups, RouterBwd, RouterFwd};
 use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::ssd::{SsdBwd, SsdFwd, SsdShape};
-use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
+use crate::ops::step::{Copy, MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::ops::token_gate::{TokenGateBwd, TokenGateFwd};
 use crate::program::DType;
@@ -236,7 +236,7 @@ fn elementwise(add: &mut Add) {
     }
     add(Arc::new(GradNormFinish { partials: 2048, clip: 1.0 }));
     add(Arc::new(StepBegin {}));
-    add(Arc::new(MicroBatchAdvance {}));
+    add(Arc::new(MicroBatchSet { micro_batch: 5 }));
     add(Arc::new(StepEnd { lr: 3e-4, min_lr: 3e-5, warmup_iters: 10, decay_iters: 50 }));
 }
 
@@ -256,6 +256,8 @@ fn ends(add: &mut Add) {
         (Collective::AllReduce, 3, 40, 4),
         (Collective::AllToAll, 12, 40, 4),
         (Collective::InPlace, 1, 4096, 8),
+        (Collective::Send, 12, 40, 2),
+        (Collective::Receive, 12, 40, 2),
     ] {
         add(Arc::new(StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 }));
     }

@@ -13,6 +13,7 @@ mod mla;
 mod mlp;
 mod moe;
 mod optimizer;
+pub mod schedule;
 pub mod share;
 pub mod shrink;
 mod step;
@@ -80,6 +81,8 @@ struct Stack<'a> {
     words: BufId,
     /// How weight gradients enter the main gradients: added up, or written once (`--stack_only`).
     accumulate: Accumulate,
+    /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
+    drawing: usize,
 }
 
 impl Stack<'_> {

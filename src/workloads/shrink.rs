@@ -23,6 +23,9 @@ const MAMBA_HEADS: usize = 8;
 const MAMBA_WIDTH: usize = 32;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
+/// Most pipeline stages: a first, a last and stages between; and most model chunks of one.
+const STAGES: usize = 4;
+const CHUNKS: usize = 2;
 
 /// Sizes that the user gave and that shrinking leaves alone.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -45,10 +48,17 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     p.ep = p.ep.min(p.tp * p.cp * p.dp);
     p.etp = 1;
     p.sequence_parallel &= p.tp > 1;
-    (p.pp, p.vp, p.pp_rank) = (1, 1, 0);
-    p.pipeline_layout = None;
-    (p.first_stage_layers, p.last_stage_layers) = (None, None);
-    (p.account_for_embedding, p.account_for_loss) = (false, false);
+    if !given.layers {
+        // A first stage stays the first, a last one the last; every stage and chunk has every kind of layer. Layers
+        // that the user gave are split as asked: the rules have found that they fit.
+        let last = p.pp_rank + 1 == p.pp;
+        (p.pp, p.vp) = (p.pp.min(STAGES), p.vp.min(CHUNKS));
+        p.pp_rank = if last { p.pp - 1 } else { p.pp_rank.min(p.pp.saturating_sub(2)) };
+        (p.pipeline_layout, p.microbatch_group_size) = (None, None);
+        (p.first_stage_layers, p.last_stage_layers) = (None, None);
+        (p.account_for_embedding, p.account_for_loss) = (false, false);
+    }
+    let chunks = p.pp * p.vp;
     let groups = p.tp.max(p.ep);
     let tp = p.tp;
 
@@ -60,7 +70,7 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
                 kinds.push(*kind);
             }
         }
-        m.layers = kinds;
+        m.layers = kinds.repeat(chunks);
     }
     if !given.hidden {
         m.hidden_size = m.hidden_size.min(HIDDEN);
@@ -116,7 +126,7 @@ fn summary(cfg: &RunConfig) -> String {
     let p = &cfg.parallel;
     let experts = m.moe.as_ref().map_or(String::new(), |e| format!(", {} experts", e.num_experts));
     format!(
-        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} cp {} ep {} dp {}",
+        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} vp {} cp {} ep {} dp {}",
         m.layers.len(),
         m.hidden_size,
         m.num_attention_heads,
@@ -124,6 +134,7 @@ fn summary(cfg: &RunConfig) -> String {
         m.vocab_size,
         p.tp,
         p.pp,
+        p.vp,
         p.cp,
         p.ep,
         p.dp

@@ -61,6 +61,7 @@ pub fn dense() -> RunConfig {
             last_stage_layers: None,
             account_for_embedding: false,
             account_for_loss: false,
+            microbatch_group_size: None,
             use_distributed_optimizer: true,
         },
         batch: Batch {
@@ -201,6 +202,22 @@ pub fn with_graphs(mut cfg: RunConfig, implementation: GraphImpl, scope: &[Scope
     cfg.graph.scope = scope.to_vec();
     cfg.graph.te_rng_tracker = true;
     cfg
+}
+
+/// `cfg` as rank `pp_rank` of `pp` stages with `vp` chunks each, `micro_batches` a step; its layers once for every chunk.
+pub fn staged(mut cfg: RunConfig, pp: usize, vp: usize, pp_rank: usize, micro_batches: usize) -> RunConfig {
+    cfg.model.layers = cfg.model.layers.repeat(pp * vp);
+    (cfg.parallel.pp, cfg.parallel.vp, cfg.parallel.pp_rank) = (pp, vp, pp_rank);
+    cfg.identity.num_gpus *= pp;
+    cfg.batch.global_batch_size = cfg.batch.micro_batch_size * cfg.parallel.dp * micro_batches;
+    (cfg.batch.num_microbatches, cfg.batch.num_microbatches_recipe) = (micro_batches, micro_batches);
+    cfg
+}
+
+/// [`program`] with the passes in an order of the caller's.
+pub fn program_in_order(cfg: &RunConfig, turns: &[super::schedule::Turn]) -> Program {
+    let share = RankShare::of(cfg).expect("the share");
+    super::step::build_in_order(cfg, &share, turns).expect("the program")
 }
 
 pub fn program(cfg: &RunConfig) -> Program {
