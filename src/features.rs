@@ -169,9 +169,14 @@ pub const FEATURES: &[Feature] = &[
         "give -vp None, and a -pp that divides the layers, for one chunk a stage",
         |e| crate::rules::layout_of(e).vp > 1,
     ),
-    not_built("recompute", "set model.recompute_granularity=null to run without it", |e| {
-        e.full_recompute() || !e.recomputed().is_empty()
-    }),
+    not_built(
+        "recompute of these modules (mla_up_proj, gdn_norm_out, gdp_in_proj, gdp_qkv, mhc)",
+        "name others with --recompute_modules, or set model.recompute_granularity=null",
+        |e| {
+            let others = ["mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"];
+            others.iter().any(|m| e.recomputes(m))
+        },
+    ),
     not_built(
         "offload of activations",
         "give -ol 0, and model.fine_grained_activation_offloading=false",

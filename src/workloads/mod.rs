@@ -9,6 +9,7 @@ mod mamba;
 mod mlp;
 mod moe;
 mod optimizer;
+mod recompute;
 pub mod share;
 pub mod shrink;
 mod step;
@@ -76,6 +77,8 @@ struct Stack<'a> {
     words: BufId,
     /// How weight gradients enter the main gradients: added up, or written once (`--stack_only`).
     accumulate: Accumulate,
+    /// Forward launches that the backward pass repeats.
+    regions: Vec<recompute::Region>,
 }
 
 impl Stack<'_> {

@@ -158,7 +158,12 @@ impl Stack<'_> {
         let d = dims(self, &moe);
         self.b.at(Some(l), Part::MoeRouter, Pass::Forward);
         let norm_w = self.moe_weight(l, "norm")?;
+        let norm = self.here();
         let (y, _) = self.norm(l, "moe.norm", x, norm_w);
+        if self.norm_before_experts_recomputes() {
+            self.recomputable("layernorm", norm, &[]);
+        }
+        let start = self.here();
         let shared = self.shared_forward(l, &moe, y)?;
         let router_w = self.moe_weight(l, "router")?;
         let logits = self.act_as(l, "moe.logits", DType::F32, &[d.t, d.experts]);
@@ -229,13 +234,17 @@ impl Stack<'_> {
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, d.wide]);
         self.expert_product(l, &d, local_offsets, rows, fc1.value, gate_up, d.wide, d.h, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
+        let activation = self.here();
         self.activation(d.rows, d.f, Some(d.local), &[gate_up, row_probs, local_offsets, act]);
+        self.recomputable("moe_act", activation, &[]);
         let mut out_rows = self.act(l, "moe.out_rows", &[d.rows, d.h]);
         self.expert_product(l, &d, local_offsets, act, fc2.value, out_rows, d.h, d.f, Layout::Nt)?;
         if d.two_sorts {
             out_rows = self.unsort_and_return(l, &d, "moe.out", out_rows, None).0;
         }
-        self.combine(l, &d, out_rows, dest, x, shared)
+        let out = self.combine(l, &d, out_rows, dest, x, shared)?;
+        self.recomputable("moe", start, &[out]);
+        Ok(out)
     }
 
     /// Sum over the chosen experts, the shared expert and the residual.
@@ -376,12 +385,15 @@ impl Stack<'_> {
             return Ok(None);
         }
         let (h, f) = (self.cfg.model.hidden_size, self.share.shared_expert_ffn.unwrap_or(0));
+        let start = self.here();
         let y = self.gather_tokens(l, "moe.norm", y, h);
         let act = self.gated_forward(l, "moe.shared", y, f)?;
         let fc2 = self.moe_weight(l, "shared.fc2")?;
         let out = self.act(l, "moe.shared.out", &[self.tokens, h]);
         self.forward_product(out, act, fc2.value, self.tokens, h, f, None);
-        Ok(Some(self.reduce_tokens(l, "moe.shared.out", out, h)))
+        let out = self.reduce_tokens(l, "moe.shared.out", out, h);
+        self.recomputable("shared_experts", start, &[out]);
+        Ok(Some(out))
     }
 
     fn shared_backward(

@@ -2,7 +2,7 @@
 
 use super::share::{LocalLayer, RankShare};
 use super::weights::Weights;
-use super::{Stack, Sublayer, WorkloadError, sublayers};
+use super::{Stack, Sublayer, WorkloadError, recompute, sublayers};
 use crate::config::RunConfig;
 use crate::ops::gemm::Accumulate;
 use crate::ops::rng::{WORD_LR, WORD_SEED_HI, WORD_SEED_LO, WORDS};
@@ -41,13 +41,14 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
     let weights = Weights::declare(&mut b, cfg, share, grad_dtype)?;
-    let mut s = Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate };
+    let mut s = Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate, regions: vec![] };
     if cfg.stack_only {
         s.bare_stack()?
     } else {
         s.full_step()?
     }
-    s.b.finish().map_err(WorkloadError::Internal)
+    let Stack { b, regions, .. } = s;
+    b.finish().and_then(|program| recompute::insert(program, &regions)).map_err(WorkloadError::Internal)
 }
 
 fn step_end(cfg: &RunConfig) -> StepEnd {
@@ -68,6 +69,7 @@ impl Stack<'_> {
                     Sublayer::Mamba => self.mamba_forward(l, x)?,
                 };
             }
+            self.recomputed_layer(l, x);
         }
         Ok((x, inputs))
     }
