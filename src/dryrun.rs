@@ -237,3 +237,41 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
     }
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture;
+    use crate::workloads::testing::{dense, program};
+
+    #[test]
+    fn recompute_is_listed_apart_from_the_model() {
+        let described = |cfg: &RunConfig| {
+            let plan = capture::plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
+            (describe(&plan, "h100"), text(&plan, "h100"))
+        };
+        let mut cfg = dense();
+        let (plain, page) = described(&cfg);
+        assert_eq!(plain["recompute"], json!({"launches": 0, "gflops": 0.0}));
+        assert!(!page.to_lowercase().contains("recompute"), "{page}");
+        assert!(heading(&cfg, "tiny").contains("recompute: none"));
+        cfg.recompute.granularity = Some("selective".into());
+        cfg.recompute.modules = vec!["mlp".into()];
+        let (again, page) = described(&cfg);
+        assert!(heading(&cfg, "tiny").contains("recompute: selective: mlp"));
+        assert!(page.contains("mlp             recompute") && page.contains("no model FLOPs"), "{page}");
+        assert_eq!(again["gflops"], plain["gflops"]);
+        // Norm, two products and the activation, of two layers and two micro-batches.
+        assert_eq!(again["recompute"]["launches"], 16);
+        let launches = |v: &Value| v["launches"].as_u64().unwrap();
+        assert_eq!(launches(&again), launches(&plain) + 16);
+        let parts = again["parts"].as_array().unwrap();
+        let row = parts.iter().find(|p| p["pass"] == "recompute").unwrap();
+        assert_eq!((&row["part"], &row["gflops"]), (&json!("mlp"), &again["recompute"]["gflops"]));
+        assert_eq!(parts.iter().map(launches).sum::<u64>(), launches(&again));
+        assert!(
+            again["memory"]["activations_mib"].as_f64().unwrap()
+                < plain["memory"]["activations_mib"].as_f64().unwrap()
+        );
+    }
+}

@@ -87,8 +87,7 @@ impl Stack<'_> {
     /// Upstream drops the norm before experts only if no captured router hands it on: rule R64.
     pub(super) fn norm_before_experts_recomputes(&self) -> bool {
         let (g, moe) = (&self.cfg.graph, self.cfg.model.moe.as_ref());
-        let captured =
-            |s: Scope| g.implementation == GraphImpl::TransformerEngine && g.scope.contains(&s);
+        let captured = |s: Scope| g.implementation == GraphImpl::TransformerEngine && g.scope.contains(&s);
         let local = moe.is_some_and(|m| m.dispatcher == Dispatcher::Alltoall && !m.shared_expert_overlap);
         !captured(Scope::MoeRouter) || (captured(Scope::MoePreprocess) && local)
     }

@@ -41,7 +41,8 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
     let weights = Weights::declare(&mut b, cfg, share, grad_dtype)?;
-    let mut s = Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate, regions: vec![] };
+    let mut s =
+        Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate, regions: vec![] };
     if cfg.stack_only {
         s.bare_stack()?
     } else {

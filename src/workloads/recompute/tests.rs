@@ -95,7 +95,11 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
             shared(Dispatcher::Alltoall),
             &[&["shared_experts"], &["shared_experts", "moe", "layernorm"]],
         ),
-        ("split", split(shared(Dispatcher::Alltoall)), &[&["core_attn", "shared_experts", "moe_act"], &["moe"]]),
+        (
+            "split",
+            split(shared(Dispatcher::Alltoall)),
+            &[&["core_attn", "shared_experts", "moe_act"], &["moe"]],
+        ),
         ("hybrid", hybrid(), &[&["core_attn", "mlp", "moe", "layernorm"]]),
     ];
     for (what, cfg, modules) in cases {
