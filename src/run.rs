@@ -465,7 +465,7 @@ fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
         te_rng_tracker: cfg.graph.te_rng_tracker,
         approximations: cfg.approximations.clone(),
         tokens_per_step: share.as_ref().map(|s| (s.tokens * b.num_microbatches) as u64),
-        model_flops_per_step: Some(program.launches.iter().map(|l| l.op.flops()).sum()),
+        model_flops_per_step: Some(program.model_flops()),
         tokens_routed: routed,
         tokens_padded: routed.filter(|_| dropless).map(|_| 0),
         tokens_dropped: routed.filter(|_| dropless).map(|_| 0),

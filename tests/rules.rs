@@ -140,6 +140,21 @@ fn pairs() -> Vec<Pair> {
         ),
         pair("R38", LLAMA, "--recompute_modules mlpp", "--recompute_modules mlp"),
         pair("R38", LLAMA, "--recompute_modules mla_up_proj", "--recompute_modules core_attn"),
+        pair("R38", LLAMA, "--recompute_modules gdn_norm_out", "--recompute_modules gdp_qkv"),
+        pair("R38", LLAMA, "--recompute_modules mhc", "--recompute_modules layernorm"),
+        pair("R38b", LLAMA, "model.recompute_granularity=full", "model.recompute_granularity=selective"),
+        pair(
+            "R38b",
+            LLAMA,
+            "model.recompute_granularity=full model.recompute_method=block",
+            "model.recompute_granularity=full model.recompute_method=block model.recompute_num_layers=-1",
+        ),
+        pair(
+            "R38b",
+            LLAMA,
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=0",
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2",
+        ),
         pair(
             "R39",
             LLAMA,

@@ -172,6 +172,78 @@ fn scopes_of_a_hybrid_name_one_layer_kind_each() {
     assert_eq!(arm.graphs(), 4);
 }
 
+/// Modules that the backward pass runs again.
+fn recomputing(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
+    cfg.recompute.granularity = Some("selective".into());
+    cfg.recompute.modules = modules.iter().map(|m| m.to_string()).collect();
+    cfg
+}
+
+fn with_shared_expert(mut cfg: RunConfig) -> RunConfig {
+    if let Some(moe) = &mut cfg.model.moe {
+        moe.shared_expert_intermediate_size = Some(48);
+    }
+    cfg
+}
+
+#[test]
+fn recomputed_launches_lie_in_the_backward_graph() {
+    let cfg = recomputing(dense(), &["mlp", "core_attn"]);
+    let mlp = "gemm rmsnorm_fwd gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd column_sum";
+    let attn = "gemm gemm attention_fwd attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
+    let both = with_graphs(cfg.clone(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F} {MLP_F}"),
+        "e copy".to_string(),
+        format!("G {mlp} {attn}"),
+    ];
+    assert_eq!(story(&both, 0, 1), want);
+    // A module outside the scope runs again outside.
+    let attention = with_graphs(cfg, GraphImpl::TransformerEngine, &[Attn]);
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F}"),
+        format!("e {MLP_F}"),
+        format!("e {mlp} copy"),
+        format!("G {attn}"),
+    ];
+    assert_eq!(story(&attention, 0, 0), want);
+    let arm = plan(program(&both), &both.graph, 1).unwrap().graph.unwrap();
+    assert_eq!((arm.graphs(), arm.replays()), (4, 8), "as many graphs as without recompute");
+}
+
+#[test]
+fn recompute_beside_a_captured_router_stays_on_its_side_of_the_edge() {
+    let cfg = recomputing(
+        with_shared_expert(moe(Dispatcher::Alltoall)),
+        &["layernorm", "shared_experts", "moe_act"],
+    );
+    let cfg = with_graphs(cfg, GraphImpl::TransformerEngine, &[Attn, MoeRouter, MoePreprocess]);
+    let got = story(&cfg, 0, 0);
+    let experts = "grouped_gemm_nn swiglu_fwd grouped_gemm_tn swiglu_bwd grouped_gemm_tn grouped_gemm_nn";
+    assert!(got[3].starts_with("e ") && got[3].contains(experts), "{got:?}");
+    // The norm before the router's weight gradient; the shared expert's three launches before that of its second product.
+    let router = "router_bwd rmsnorm_fwd gemm gemm";
+    let shared = "gemm gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm";
+    assert_eq!(got[4], format!("G combine_rows {router} {shared} rmsnorm_bwd column_sum {QK_ATTN_B}"));
+}
+
+#[test]
+fn a_recomputed_dispatch_waits_for_its_counts_outside_the_graphs() {
+    let cfg = recomputing(moe(Dispatcher::Alltoall), &["moe"]);
+    let attention = with_graphs(cfg.clone(), GraphImpl::TransformerEngine, &[Attn]);
+    let eager = &story(&attention, 0, 0)[3];
+    assert!(eager.starts_with("e ") && eager.contains("counts_to_host"), "{eager}");
+    let padded = with_graphs(recomputing(padded(), &["moe"]), GraphImpl::TransformerEngine, &[Moe]);
+    let graph = story(&padded, 0, 0);
+    assert_eq!(
+        graph.iter().filter(|s| s.starts_with('G') && s.contains("router_fwd")).count(),
+        2,
+        "{graph:?}"
+    );
+}
+
 #[test]
 fn a_mamba_layer_takes_at_most_forty_launches_a_step() {
     let launches = MAMBA_F.split_whitespace().count() + MAMBA_B.split_whitespace().count();
@@ -293,6 +365,34 @@ fn expert_biases_move_once_a_step() {
     assert_eq!(bias[..8], [0.0; 8]);
     assert_eq!(bias[8..].to_vec(), want.collect::<Vec<f32>>());
     assert!(bias.iter().any(|b| *b != 0.0));
+}
+
+#[test]
+fn arms_are_equal_with_recompute() {
+    let te = GraphImpl::TransformerEngine;
+    let scope = &[Attn, MoeRouter, MoePreprocess];
+    let mut cases = vec![
+        with_graphs(recomputing(dense(), &["mlp", "core_attn"]), te, &[Attn, Mlp]),
+        with_graphs(recomputing(dense(), &["mlp", "core_attn"]), te, &[Mlp]),
+        with_graphs(recomputing(moe(Dispatcher::Flex), &["moe"]), te, &[Attn]),
+        with_graphs(recomputing(padded(), &["moe", "moe_act", "layernorm"]), te, &[Moe]),
+        with_graphs(recomputing(hybrid(), &["mlp", "layernorm", "moe_act"]), te, &[Attn, Mamba, MoeRouter]),
+    ];
+    let shared = recomputing(
+        with_shared_expert(moe(Dispatcher::Alltoall)),
+        &["layernorm", "shared_experts", "moe_act", "core_attn"],
+    );
+    cases.push(with_graphs(shared, te, scope));
+    for (base, method, layers) in [(dense(), "block", 1), (padded(), "uniform", 2), (dense(), "uniform", 1)] {
+        let mut cfg = with_graphs(base, GraphImpl::Local, &[FullIteration]);
+        cfg.recompute.granularity = Some("full".into());
+        (cfg.recompute.method, cfg.recompute.num_layers) = (Some(method.into()), Some(layers));
+        cases.push(cfg);
+    }
+    for mut cfg in cases {
+        (cfg.model.attention_dropout, cfg.model.hidden_dropout) = (0.1, 0.1);
+        both_arms(&cfg);
+    }
 }
 
 #[test]

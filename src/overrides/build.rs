@@ -117,7 +117,7 @@ pub fn config(
         recompute: Recompute {
             granularity: v.text("model.recompute_granularity").map(str::to_owned),
             method: v.text("model.recompute_method").map(str::to_owned),
-            num_layers: v.int("model.recompute_num_layers").and_then(|n| usize::try_from(n).ok()),
+            num_layers: v.int("model.recompute_num_layers").map(|n| usize::try_from(n).unwrap_or(0)),
             modules: e.recomputed().into_iter().map(str::to_owned).collect(),
         },
         optimizer: Optimizer {

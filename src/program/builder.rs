@@ -185,6 +185,7 @@ impl Builder {
             lane: 0,
             after: Vec::new(),
             staging: false,
+            recompute: false,
         });
     }
 

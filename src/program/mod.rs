@@ -173,6 +173,8 @@ pub struct Launch {
     pub after: Vec<usize>,
     /// A copy into a TE graph's static buffers: in the graph arm only.
     pub staging: bool,
+    /// Repeats a forward launch in the backward pass: real work, but no model FLOPs.
+    pub recompute: bool,
 }
 
 impl Launch {
@@ -202,6 +204,10 @@ pub struct Program {
 }
 
 impl Program {
+    /// FLOPs that the model asks for: what recompute does twice counts once.
+    pub fn model_flops(&self) -> f64 {
+        self.launches.iter().filter(|l| !l.recompute).map(|l| l.op.flops()).sum()
+    }
     pub fn buffer(&self, id: BufId) -> &Buffer {
         &self.buffers[id.0 as usize]
     }

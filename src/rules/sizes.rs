@@ -106,7 +106,6 @@ pub const NUMBERS: &[Rule] = &[
                 .or_else(|| {
                     let counts = [
                         "scheduler.lr_warmup_iters",
-                        "model.recompute_num_layers",
                         "model.cpu_offloading_num_layers",
                         "model.mtp_num_layers",
                         "model.num_layers_in_first_pipeline_stage",
@@ -114,6 +113,8 @@ pub const NUMBERS: &[Rule] = &[
                     ];
                     out_of_range(e, &counts, 0, MAX_SIZE)
                 })
+                // Any number is legal there (R16): below 1, no layer is recomputed.
+                .or_else(|| out_of_range(e, &["model.recompute_num_layers"], -MAX_SIZE, MAX_SIZE))
                 .or_else(|| option("-ng", e.num_gpus, 1))
                 .or_else(|| e.max_steps.and_then(|v| option("-ms", v, 1)))
                 .or_else(|| option("--max_microbatches", a.mbperf.max_microbatches, 0))

@@ -134,6 +134,7 @@ impl Stack<'_> {
             ));
         }
         self.b.launch(self.rope(), &args);
+        let core = self.here();
         let (k, v) = (self.gather_context(l, "k", k, d.kv), self.gather_context(l, "v", v, d.kv));
         let shape = self.attn_shape(l);
         let o = self.act(l, "attn.o", &[t, d.q]);
@@ -142,6 +143,7 @@ impl Stack<'_> {
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
         self.b.launch(AttnFwd { shape }, &args);
+        self.recomputable("core_attn", core, &[o]);
         Ok(self.closing_product(l, "attn", o, proj_w.value, h, d.q, x))
     }
 

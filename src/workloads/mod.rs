@@ -13,6 +13,7 @@ mod mla;
 mod mlp;
 mod moe;
 mod optimizer;
+mod recompute;
 pub mod schedule;
 pub mod share;
 pub mod shrink;
@@ -83,6 +84,8 @@ struct Stack<'a> {
     accumulate: Accumulate,
     /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
     drawing: usize,
+    /// Forward launches that the backward pass repeats.
+    regions: Vec<recompute::Region>,
 }
 
 impl Stack<'_> {

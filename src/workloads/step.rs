@@ -8,7 +8,7 @@
 use super::schedule::{Pipeline, Turn, slots};
 use super::share::RankShare;
 use super::weights::Weights;
-use super::{Stack, Sublayer, WorkloadError, sublayers};
+use super::{Stack, Sublayer, WorkloadError, recompute, sublayers};
 use crate::config::RunConfig;
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::gemm::Accumulate;
@@ -65,15 +65,27 @@ pub(super) fn build_in_order(
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
     let weights = Weights::declare(&mut b, cfg, share, grad_dtype)?;
-    let mut s =
-        Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate, drawing: 0 };
+    let mut s = Stack {
+        b,
+        cfg,
+        share,
+        weights,
+        tokens,
+        split_tokens,
+        positions,
+        words,
+        accumulate,
+        drawing: 0,
+        regions: Vec::new(),
+    };
     if cfg.stack_only {
         s.bare_stack()?
     } else {
         s.full_step(turns)?
     }
-    s.b.program.graph_per_micro_batch = cfg.parallel.pp > 1;
-    s.b.finish().map_err(WorkloadError::Internal)
+    let Stack { mut b, regions, .. } = s;
+    b.program.graph_per_micro_batch = cfg.parallel.pp > 1;
+    b.finish().and_then(|program| recompute::insert(program, &regions)).map_err(WorkloadError::Internal)
 }
 
 fn step_end(cfg: &RunConfig) -> StepEnd {
@@ -95,6 +107,7 @@ impl Stack<'_> {
                     Sublayer::Mamba => self.mamba_forward(l, x)?,
                 };
             }
+            self.recomputed_layer(l, x);
         }
         Ok((x, inputs))
     }

@@ -21,7 +21,9 @@ impl Stack<'_> {
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, d.wide]);
         self.expert_product(l, d, x.offsets, x.rows, fc1.value, gate_up, d.wide, d.w, Layout::Nt)?;
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
+        let activation = self.here();
         self.activation(d.rows, d.f, Some(d.local), &[gate_up, x.row_probs, x.offsets, act]);
+        self.recomputable("moe_act", activation, &[]);
         let out = self.act(l, "moe.out_rows", &[d.rows, d.w]);
         self.expert_product(l, d, x.offsets, act, fc2.value, out, d.w, d.f, Layout::Nt)?;
         Ok(out)

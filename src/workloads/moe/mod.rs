@@ -141,12 +141,19 @@ impl Stack<'_> {
         let d = dims(self, &moe);
         self.b.at(Some(l), Part::MoeRouter, Pass::Forward);
         let norm_w = self.moe_weight(l, "norm")?;
+        let norm = self.here();
         let (y, _) = self.norm(l, "moe.norm", x, norm_w);
+        if self.norm_before_experts_recomputes() {
+            self.recomputable("layernorm", norm, &[]);
+        }
+        let start = self.here();
         let shared = self.shared_forward(l, &moe, y)?;
         let routes = self.route(l, &d, y)?;
         let rows = self.dispatch(l, &d, y, routes)?;
         let out_rows = self.experts_forward(l, &d, rows)?;
-        self.combine(l, &d, out_rows, x, shared)
+        let out = self.combine(l, &d, out_rows, x, shared)?;
+        self.recomputable("moe", start, &[out]);
+        Ok(out)
     }
 
     pub(super) fn moe_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {

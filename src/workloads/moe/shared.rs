@@ -20,6 +20,7 @@ impl Stack<'_> {
             return Ok(None);
         }
         let (h, f) = (self.cfg.model.hidden_size, self.share.shared_expert_ffn.unwrap_or(0));
+        let start = self.here();
         let all = self.gather_tokens(l, "moe.norm", y, h);
         let act = self.gated_forward(l, "moe.shared", all, f)?;
         let fc2 = self.moe_weight(l, "shared.fc2")?;
@@ -27,12 +28,14 @@ impl Stack<'_> {
         self.forward_product(out, act, fc2.value, self.tokens, h, f, None);
         let out = self.reduce_tokens(l, "moe.shared.out", out, h);
         if !moe.shared_expert_gate {
+            self.recomputable("shared_experts", start, &[out]);
             return Ok(Some(out));
         }
         let weight = self.moe_weight(l, "shared.gate")?;
         let (gated, gate) = self.shared_gate(l);
         let op = TokenGateFwd { tokens: self.split_tokens, hidden: h };
         self.b.launch(op, &[y, weight.value, out, gated, gate]);
+        self.recomputable("shared_experts", start, &[gated]);
         Ok(Some(gated))
     }
 
