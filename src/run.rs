@@ -307,12 +307,12 @@ fn given(args: &Args) -> shrink::Given {
 
 fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
     let own = &args.mbperf;
-    let budget =
-        if on_gpu { measure::options::DEFAULT_MAX_TIME_S } else { measure::options::DEFAULT_MAX_TIME_CPU_S };
+    let (max_time_s, longest_time_s) = Options::times(own.max_time, on_gpu);
     Options {
-        max_time_s: own.max_time.unwrap_or(budget),
+        max_time_s,
+        longest_time_s,
         margin: own.margin,
-        equality_steps: usize::try_from(own.equality_steps).unwrap_or(0),
+        equality_steps: own.equality_steps.and_then(|n| usize::try_from(n).ok()),
         warmup_steps: resolved.config.graph.warmup_steps,
         max_steps: resolved.max_steps,
         graph: resolved.config.graph.implementation != GraphImpl::None,

@@ -119,7 +119,7 @@ pub const NUMBERS: &[Rule] = &[
                 .or_else(|| e.max_steps.and_then(|v| option("-ms", v, 1)))
                 .or_else(|| option("--max_microbatches", a.mbperf.max_microbatches, 0))
                 .or_else(|| option("--pp_rank", a.mbperf.pp_rank, 0))
-                .or_else(|| option("--equality_steps", a.mbperf.equality_steps, 2))
+                .or_else(|| a.mbperf.equality_steps.and_then(|v| option("--equality_steps", v, 2)))
                 .or_else(|| a.performance.activation_offload_layers.and_then(|v| option("-ol", v, 0)))
                 .or_else(|| {
                     let tokens = e.values.int("train.micro_batch_size").unwrap_or(1).saturating_mul(
