@@ -7,6 +7,7 @@ pub mod attention;
 pub mod collective;
 pub mod cpu_args;
 pub mod cross_entropy;
+pub mod delta_net;
 pub mod dropout;
 pub mod embedding;
 pub mod gated_norm;
