@@ -8,6 +8,7 @@ pub mod collective;
 pub mod columns;
 pub mod cpu_args;
 pub mod cross_entropy;
+pub mod delta_net;
 pub mod dropout;
 pub mod embedding;
 pub mod gated_norm;

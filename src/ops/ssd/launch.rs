@@ -7,11 +7,11 @@ use crate::ops::support::{addresses, aligned};
 
 const FORWARD: KernelSource = KernelSource {
     name: "ssd/forward.cu",
-    text: concat!(include_str!("tile.cuh"), include_str!("forward.cu")),
+    text: concat!(include_str!("../tiles.cuh"), include_str!("tile.cuh"), include_str!("forward.cu")),
 };
 const BACKWARD: KernelSource = KernelSource {
     name: "ssd/backward.cu",
-    text: concat!(include_str!("tile.cuh"), include_str!("backward.cu")),
+    text: concat!(include_str!("../tiles.cuh"), include_str!("tile.cuh"), include_str!("backward.cu")),
 };
 
 /// Blocks that work is split into if it can be: two for each of the 132 multiprocessors of an H200. A constant, as

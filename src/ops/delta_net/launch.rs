@@ -1,0 +1,268 @@
+//! CUDA side: checks, splits, grids and kernel parameters.
+
+use super::{CHUNK, DeltaShape, NORM_EPS};
+use crate::device::DeviceError;
+use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::ops::support::{addresses, aligned};
+
+const FORWARD: KernelSource = KernelSource {
+    name: "delta_net/forward.cu",
+    text: concat!(include_str!("../tiles.cuh"), include_str!("tile.cuh"), include_str!("forward.cu")),
+};
+const BACKWARD: KernelSource = KernelSource {
+    name: "delta_net/backward.cu",
+    text: concat!(include_str!("../tiles.cuh"), include_str!("tile.cuh"), include_str!("backward.cu")),
+};
+
+/// Widest head whose tiles fit registers and shared memory (163 KiB a block on 8.0).
+const MAX_DIM: usize = 128;
+/// Two halves of a head's columns, each of whole 16x16 blocks.
+const DIM_STEP: usize = 32;
+/// Blocks that the pass is split into if it can be: one for each of the 132 multiprocessors of an H200, nearly. A wider
+/// slice moves fewer bytes from the cache, a block more hides more latency.
+const BLOCKS_WANTED: usize = 128;
+const PREPARE_THREADS: usize = 128;
+const GRADIENT_THREADS: usize = 256;
+/// Alignment of the pieces of the workspace.
+const PIECE_BYTES: usize = 256;
+
+/// What the kernels cannot run.
+fn check(s: &DeltaShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
+    let wrong = |what: String| Err(DeviceError::Invalid(format!("delta net: {what}; use --device cpu")));
+    if cuda.cc < 80 {
+        return Err(DeviceError::Unavailable(format!(
+            "delta net needs bf16 tensor cores (compute capability 8.0); this device has {}.{}; use --device cpu",
+            cuda.cc / 10,
+            cuda.cc % 10
+        )));
+    }
+    for (what, dim) in [("q and k heads", s.key_dim), ("v heads", s.value_dim)] {
+        if dim == 0 || !dim.is_multiple_of(DIM_STEP) || dim > MAX_DIM {
+            return wrong(format!(
+                "{what} of width {dim}; kernels take multiples of {DIM_STEP} up to {MAX_DIM}"
+            ));
+        }
+    }
+    if s.key_heads == 0 || !s.value_heads.is_multiple_of(s.key_heads) {
+        return wrong(format!(
+            "{} value heads for {} key heads; kernels take a multiple",
+            s.value_heads, s.key_heads
+        ));
+    }
+    if s.tokens().saturating_mul(s.projected_width()) > i32::MAX as usize * 16
+        || s.seq > i32::MAX as usize / 2
+    {
+        return wrong(format!("{} sequences of {} tokens are too many", s.batch, s.seq));
+    }
+    Ok(())
+}
+
+/// Columns of V of a block of the passes: the widest that fills the device.
+fn slice(s: &DeltaShape) -> usize {
+    let enough = |w: &usize| {
+        s.value_dim.is_multiple_of(*w) && s.batch * s.value_heads * (s.value_dim / w) >= BLOCKS_WANTED
+    };
+    [64, DIM_STEP].into_iter().find(enough).unwrap_or(DIM_STEP)
+}
+
+/// Pieces of the workspace in order: c, beta, rq, rk, T, the masked q k^T, and of the backward the states' gradients.
+fn pieces(s: &DeltaShape, backward: bool) -> [usize; 7] {
+    let series = |heads: usize| s.batch * heads * s.chunks() * CHUNK * 4;
+    let square = s.batch * s.chunks() * s.value_heads * CHUNK * CHUNK * 2;
+    let states = if backward { s.states_shape().iter().product::<usize>() * 2 } else { 0 };
+    let (own, keyed) = (series(s.value_heads), series(s.key_heads));
+    [own, own, keyed, keyed, square, square, states].map(|bytes| bytes.next_multiple_of(PIECE_BYTES))
+}
+
+fn cut(s: &DeltaShape, backward: bool, workspace: DevPtr) -> [DevPtr; 7] {
+    let mut at = 0;
+    pieces(s, backward).map(|bytes| {
+        at += bytes;
+        workspace.offset(at - bytes)
+    })
+}
+
+pub(super) fn forward_workspace(s: &DeltaShape) -> usize {
+    pieces(s, false).iter().sum()
+}
+
+pub(super) fn backward_workspace(s: &DeltaShape) -> usize {
+    pieces(s, true).iter().sum()
+}
+
+/// Bytes of tiles with padded rows, as tiles.cuh lays them out.
+fn tile(rows: usize, cols: usize) -> usize {
+    rows * (cols / 8 + 1) * 16
+}
+
+/// k and q, and in their place the fp32 triangles of two heads.
+fn prepare_shared(s: &DeltaShape) -> usize {
+    (2 * tile(CHUNK, s.key_dim)).max(2 * CHUNK * (CHUNK + 4) * 4)
+}
+/// Two stages of k, q, T, the masked q k^T, v or dO, and the numbers a token.
+fn pass_shared(s: &DeltaShape) -> usize {
+    2 * (2 * tile(CHUNK, s.key_dim) + 2 * tile(CHUNK, CHUNK) + tile(CHUNK, slice(s)) + 4 * CHUNK * 4)
+}
+/// k, q; v, dO, dV; the state; two squares.
+fn gradients_shared(s: &DeltaShape) -> usize {
+    2 * tile(CHUNK, s.key_dim)
+        + 3 * tile(CHUNK, s.value_dim)
+        + tile(s.value_dim, s.key_dim)
+        + 2 * tile(CHUNK, CHUNK)
+}
+
+fn defines(s: &DeltaShape) -> Vec<(&'static str, String)> {
+    let mut out: Vec<_> =
+        [("CHUNK", CHUNK), ("KEY_DIM", s.key_dim), ("VALUE_DIM", s.value_dim), ("SLICE", slice(s))]
+            .map(|(name, value)| (name, value.to_string()))
+            .into();
+    out.push(("NORM_EPS", format!("{NORM_EPS:e}f")));
+    out
+}
+
+fn int(x: usize) -> Param {
+    Param::I32(x as i32)
+}
+
+/// One launch of `entry`; its last parameters are the shape.
+struct Call<'a> {
+    source: KernelSource,
+    entry: &'static str,
+    blocks: usize,
+    threads: usize,
+    shared: usize,
+    pointers: &'a [DevPtr],
+    /// Before the shape.
+    ints: &'a [usize],
+}
+
+impl Call<'_> {
+    fn issue(&self, s: &DeltaShape, cuda: &mut CudaPrep) -> Result<Issue, DeviceError> {
+        let kernel = cuda.kernel(self.source, self.entry, &defines(s), self.shared as u32)?;
+        let config =
+            Config { shared_bytes: self.shared as u32, ..Config::linear(self.blocks, self.threads as u32) };
+        let shape = [s.seq, s.key_heads, s.value_heads, s.chunks()];
+        let params: Vec<Param> = self
+            .pointers
+            .iter()
+            .copied()
+            .map(Param::Ptr)
+            .chain(self.ints.iter().chain(&shape).copied().map(int))
+            .collect();
+        cuda.launch(&kernel, config, &params)
+    }
+}
+
+/// Launch of `delta_prepare`, whose copy is in both sources.
+fn prepare(
+    s: &DeltaShape,
+    cuda: &mut CudaPrep,
+    source: KernelSource,
+    inputs: [DevPtr; 4],
+    [c, beta, rq, rk, tri, att]: [DevPtr; 6],
+) -> Result<Issue, DeviceError> {
+    Call {
+        source,
+        entry: "delta_prepare",
+        blocks: s.batch * s.chunks() * s.key_heads,
+        threads: PREPARE_THREADS,
+        shared: prepare_shared(s),
+        pointers: &[&inputs[..], &[c, beta, rq, rk, tri, att]].concat(),
+        ints: &[s.projected_width()],
+    }
+    .issue(s, cuda)
+}
+
+fn pass_blocks(s: &DeltaShape) -> usize {
+    s.batch * s.value_heads * (s.value_dim / slice(s))
+}
+
+/// `args` as [`super::DeltaFwd`] lists them.
+pub(super) fn forward(
+    s: &DeltaShape,
+    cuda: &mut CudaPrep,
+    args: &[DevPtr],
+    workspace: DevPtr,
+) -> Result<Issue, DeviceError> {
+    check(s, cuda)?;
+    if s.tokens() == 0 {
+        return Ok(Issue::Nothing);
+    }
+    aligned("delta_net_fwd", args)?;
+    let [qkv, proj, a_log, dt_bias, o, states] = addresses("delta_net_fwd", args)?;
+    let [c, beta, rq, rk, tri, att, _] = cut(s, false, workspace);
+    Ok(Issue::Many(vec![
+        prepare(s, cuda, FORWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?,
+        Call {
+            source: FORWARD,
+            entry: "delta_pass",
+            blocks: pass_blocks(s),
+            threads: 2 * slice(s),
+            shared: pass_shared(s),
+            pointers: &[qkv, c, beta, rq, rk, tri, att, o, states],
+            ints: &[],
+        }
+        .issue(s, cuda)?,
+    ]))
+}
+
+/// `args` as [`super::DeltaBwd`] lists them.
+pub(super) fn backward(
+    s: &DeltaShape,
+    cuda: &mut CudaPrep,
+    args: &[DevPtr],
+    workspace: DevPtr,
+) -> Result<Issue, DeviceError> {
+    check(s, cuda)?;
+    if s.tokens() == 0 {
+        return Ok(Issue::Nothing);
+    }
+    aligned("delta_net_bwd", args)?;
+    let [qkv, proj, a_log, dt_bias, states, d_o, dqkv, dba, partial] = addresses("delta_net_bwd", args)?;
+    let [c, beta, rq, rk, tri, att, dstates] = cut(s, true, workspace);
+    Ok(Issue::Many(vec![
+        prepare(s, cuda, BACKWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?,
+        Call {
+            source: BACKWARD,
+            entry: "delta_pass_back",
+            blocks: pass_blocks(s),
+            threads: 2 * slice(s),
+            shared: pass_shared(s),
+            pointers: &[qkv, c, beta, rq, rk, tri, att, d_o, dstates, dqkv],
+            ints: &[],
+        }
+        .issue(s, cuda)?,
+        Call {
+            source: BACKWARD,
+            entry: "delta_gradients",
+            blocks: s.batch * s.chunks() * s.key_heads,
+            threads: GRADIENT_THREADS,
+            shared: gradients_shared(s),
+            pointers: &[
+                qkv, proj, a_log, dt_bias, states, d_o, c, beta, rq, rk, tri, dstates, dqkv, dba, partial,
+            ],
+            ints: &[s.projected_width()],
+        }
+        .issue(s, cuda)?,
+    ]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The widest heads on the smallest shared memory: compute capability 8.0 gives a block 163 KiB.
+    #[test]
+    fn tiles_fit_an_ampere_block() {
+        const MAX_SHARED: usize = 163 * 1024;
+        // Series, dots and sums that delta_gradients declares beside its tiles.
+        const STATIC: usize = 4096;
+        for value_heads in [32, 128] {
+            let s =
+                DeltaShape { batch: 1, seq: 4096, key_heads: 16, value_heads, key_dim: 128, value_dim: 128 };
+            for bytes in [prepare_shared(&s), pass_shared(&s), gradients_shared(&s) + STATIC] {
+                assert!(bytes <= MAX_SHARED, "{s:?} takes {bytes} bytes");
+            }
+        }
+    }
+}
