@@ -273,8 +273,13 @@ int compile(Program& p, const vector<string>& options) {
 }  // namespace
 
 extern "C" {
-// The second number changes with the emulation, and with it the keys of mbperf's own cache.
-int nvrtcVersion(int* major, int* minor) { *major = 13; *minor = EMULATION; return OK; }
+// The second number changes with the emulation and the replacement, and with it the keys of mbperf's own cache.
+int nvrtcVersion(int* major, int* minor) {
+    const char* rule = getenv("MBPERF_EMULATED_REPLACE");
+    *major = 13;
+    *minor = (int)((EMULATION + hash(rule ? rule : "") % 1000003) % 1000003);
+    return OK;
+}
 int nvrtcCreateProgram(Program** p, const char* source, const char* name, int headers, const char* const*, const char* const*) {
     if (headers) return INVALID_INPUT;
     *p = new Program{name, source, "", ""};
