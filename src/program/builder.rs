@@ -78,9 +78,15 @@ impl Builder {
 
     /// Written and last read within a step, in the buffers of the current slot.
     pub fn activation(&mut self, name: &str, dtype: DType, shape: &[usize]) -> BufId {
+        let name = self.in_slot(name);
+        self.transient(&name, dtype, shape)
+    }
+
+    /// The name of a buffer that each slot has one of.
+    pub fn in_slot(&self, name: &str) -> String {
         match self.slot {
-            0 => self.transient(name, dtype, shape),
-            slot => self.transient(&format!("{name}.slot{slot}"), dtype, shape),
+            0 => name.into(),
+            slot => format!("{name}.slot{slot}"),
         }
     }
 

@@ -192,7 +192,7 @@ impl Stack<'_> {
     /// Where the offsets of the sorted rows lie on the host.
     pub(super) fn host_counts(&mut self, l: usize, d: &Dims) -> BufId {
         // One a slot: the backward's products read it after later micro-batches' forward passes.
-        let name = format!("l{l}.moe.host_counts.slot{}", self.b.slot);
+        let name = self.b.in_slot(&format!("l{l}.moe.host_counts"));
         self.b.buffer(&name, DType::I32, &[d.bins + 1], Lifetime::Host, Init::Const { value: 0.0 })
     }
 
