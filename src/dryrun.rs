@@ -4,7 +4,7 @@
 use crate::capture::{ArmPlan, RunPlan};
 use crate::config::{Recompute, RunConfig};
 use crate::program::{Part, Pass, Program};
-use crate::workloads::schedule::{Pipeline, notation, slots};
+use crate::workloads::schedule::{Pipeline, notation};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -75,17 +75,10 @@ fn pipeline(cfg: &RunConfig) -> Option<Value> {
     }
     let run = Pipeline::of(cfg, cfg.batch.num_microbatches);
     let job = Pipeline::of(cfg, cfg.batch.num_microbatches_recipe);
-    let order = run.order();
-    let mut by_chunk = vec![0; run.vp];
-    for (turn, slot) in order.iter().zip(slots(&order)) {
-        if let Some(most) = by_chunk.get_mut(turn.chunk) {
-            *most = (slot + 1).max(*most);
-        }
-    }
     Some(json!({
         "pp_rank": run.pp_rank, "model_chunks": run.vp, "microbatch_group_size": run.group,
         "warm_up_passes": run.warm_up(), "in_flight": run.in_flight(), "in_flight_job": job.in_flight(),
-        "activation_slots": by_chunk, "order": notation(&order),
+        "order": notation(&run.order()),
     }))
 }
 

@@ -2,10 +2,10 @@
 
 use super::tests::{both_arms, three_steps};
 use super::*;
-use crate::program::BufId;
 use crate::config::{Dispatcher, RunConfig, Scope::*};
 use crate::device::Arm;
 use crate::device::cpu::CpuExecutor;
+use crate::program::BufId;
 use crate::workloads::schedule::Turn;
 use crate::workloads::testing::{dense, hybrid, moe, padded, program, program_in_order, staged, with_graphs};
 

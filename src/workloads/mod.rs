@@ -92,13 +92,19 @@ impl Stack<'_> {
     fn grad_dtype(&self) -> DType {
         if self.cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 }
     }
+    /// Place of layer `l` in its model chunk: what its activations are called by, so that a slot serves every chunk in
+    /// turn. A bare stack holds all chunks at once.
+    fn place(&self, l: usize) -> usize {
+        let chunk = self.share.chunks.iter().find(|c| !self.cfg.stack_only && c.contains(&l));
+        chunk.map_or(l, |c| l - c.start)
+    }
     /// bf16 activation of layer `l`.
     fn act(&mut self, l: usize, what: &str, shape: &[usize]) -> BufId {
-        self.b.activation(&format!("l{l}.{what}"), DType::Bf16, shape)
+        self.act_as(l, what, DType::Bf16, shape)
     }
     /// Activation of layer `l` of another dtype.
     fn act_as(&mut self, l: usize, what: &str, dtype: DType, shape: &[usize]) -> BufId {
-        self.b.activation(&format!("l{l}.{what}"), dtype, shape)
+        self.b.activation(&format!("l{}.{what}", self.place(l)), dtype, shape)
     }
     /// Seed offset of the model-parallel state of this stage.
     fn model_seed(&self) -> u32 {

@@ -293,7 +293,7 @@ impl Stack<'_> {
             RandomFill { len: shape[0] * shape[1], std, rng, dtype: DType::Bf16 },
             &[self.words, there],
         );
-        let here = self.b.activation(&format!("stage{chunk}.{what}"), DType::Bf16, &shape);
+        let here = self.b.activation(&format!("stage.{what}"), DType::Bf16, &shape);
         self.transfer(Collective::Receive, there, here);
         here
     }

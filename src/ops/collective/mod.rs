@@ -119,7 +119,7 @@ impl Op for StandIn {
             }
             Collective::AllToAll | Collective::Send | Collective::Receive => {
                 vec![x(self.rows), out(self.rows)]
-            },
+            }
         }
     }
     /// Every copy reads and writes.

@@ -165,7 +165,8 @@ fn stages_of_every_recipe_are_upstreams() {
         if input.pp == 1 {
             continue;
         }
-        let (Ok(stages), Some(row)) = (pipeline_stages(&input), expected.remove(recipe.function.as_str())) else {
+        let (Ok(stages), Some(row)) = (pipeline_stages(&input), expected.remove(recipe.function.as_str()))
+        else {
             assert!(recipe.impossible().is_some(), "{} is refused on one side", recipe.function);
             refused += 1;
             continue;
@@ -175,12 +176,7 @@ fn stages_of_every_recipe_are_upstreams() {
             .chunk_by(|a, b| a == b)
             .map(|run| if run.len() > 1 { format!("{}*{}", run[0], run.len()) } else { run[0].clone() })
             .collect();
-        assert_eq!(
-            format!("{}\t{}\t{}", input.pp, input.vp, runs.join(" ")),
-            row,
-            "{}",
-            recipe.function
-        );
+        assert_eq!(format!("{}\t{}\t{}", input.pp, input.vp, runs.join(" ")), row, "{}", recipe.function);
         // Each rank's layers are those of its stages, in the order of the chunks.
         for pp_rank in 0..input.pp {
             let Ok(share) = RankShare::from_input(&ShareInput { pp_rank, ..input.clone() }) else { continue };
@@ -223,7 +219,10 @@ fn layouts_hold_upstreams_restrictions() {
     }
     assert!(with(2, 2, 3, 1, "Et|ttm|L").is_err(), "three stages for pp 2 x vp 2");
     assert!(with(2, 2, 4, 2, "Ett|tt|m|mL").is_err(), "multi-token prediction in two stages");
-    assert!(with(2, 2, 3, 1, "Ett|tm||L").is_err(), "multi-token prediction in a stage that is not a rank's last");
+    assert!(
+        with(2, 2, 3, 1, "Ett|tm||L").is_err(),
+        "multi-token prediction in a stage that is not a rank's last"
+    );
     let ends = |first, last, layers| {
         pipeline_stages(&ShareInput {
             pp: 3,
