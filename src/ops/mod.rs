@@ -111,6 +111,12 @@ pub trait Op: Debug + Send + Sync {
         0.0
     }
 
+    /// Those that the model asks for: without what a backward computes again from the forward's inputs because its kernel
+    /// does not keep it (scores, states). By the field's convention a backward is then twice its forward.
+    fn model_flops(&self) -> f64 {
+        self.flops()
+    }
+
     /// Fewest bytes through device memory: each input read once, each output written once.
     fn bytes(&self) -> f64 {
         let moved = |a: &ArgSpec| a.bytes() * if a.access == Access::Update { 2 } else { 1 };

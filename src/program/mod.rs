@@ -204,9 +204,9 @@ pub struct Program {
 }
 
 impl Program {
-    /// FLOPs that the model asks for: what recompute does twice counts once.
+    /// FLOPs of a step that the model asks for: what recompute does twice counts once.
     pub fn model_flops(&self) -> f64 {
-        self.launches.iter().filter(|l| !l.recompute).map(|l| l.op.flops()).sum()
+        self.launches.iter().filter(|l| !l.recompute).map(|l| l.op.model_flops()).sum()
     }
     pub fn buffer(&self, id: BufId) -> &Buffer {
         &self.buffers[id.0 as usize]

@@ -17,7 +17,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 pub use derived::{LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
-pub use parameters::{Parameters, graphable, parameters};
+pub use parameters::{Parameters, graphable, parameters, uncounted};
 pub use print::{ShowError, print_list, print_show};
 pub use select::Selector;
 

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::{
     Catalogue, Parameters, Recipe, RecipeError, Values, graphable, issue_meaning, layer_kinds, parameters,
+    uncounted,
 };
 use crate::keys::nearest;
 use crate::workloads::share::{RankShare, ShareInput};
@@ -149,7 +150,11 @@ fn write_counts(values: &Values, out: &mut dyn Write) -> io::Result<()> {
                 billions(active)
             )?;
         }
-        None => writeln!(out, "  parameters are not counted: the model has a part without a formula")?,
+        None => writeln!(out, "  parameters are not counted: the layers cannot be told")?,
+    }
+    let left_out = uncounted(values);
+    if !left_out.is_empty() {
+        writeln!(out, "  not counted: {}", left_out.join("; "))?;
     }
     if let Ok(kinds) = layer_kinds(values) {
         let scopes = graphable(&kinds).into_iter().map(|(scope, layers)| format!("{scope} {layers}"));

@@ -189,6 +189,11 @@ impl Op for AttnBwd {
         2.0 * self.shape.pairs() * (3 * self.shape.head_dim + 2 * self.shape.value_dim()) as f64
     }
 
+    /// Without the scores, which are formed again.
+    fn model_flops(&self) -> f64 {
+        2.0 * AttnFwd { shape: self.shape.clone() }.flops()
+    }
+
     fn workspace(&self) -> usize {
         launch::backward_workspace(&self.shape)
     }

@@ -173,6 +173,10 @@ impl Op for SsdBwd {
         let inside = s.pairs() * (6 * s.groups * s.state + 4 * s.inner()) as f64;
         s.batch as f64 * (inside + s.seq as f64 * (8 * s.inner() * s.state) as f64)
     }
+    /// Without the products of B and C inside the chunks, which are formed again.
+    fn model_flops(&self) -> f64 {
+        2.0 * SsdFwd { shape: self.shape }.flops()
+    }
     fn bytes(&self) -> f64 {
         let s = &self.shape;
         let outputs = s.tokens() * (s.conv_width() + s.heads) + s.partial_rows() * 6 * s.heads;

@@ -1,0 +1,77 @@
+//! FLOPs of a step that a model asks for, by the formulas of the field, without a look at any launch.
+
+use mbperf::config::{Activation, LayerKind, RunConfig};
+use mbperf::workloads::share::RankShare;
+
+/// Forward and backward of one multiplication by a weight: 2 and 4 FLOPs.
+const PER_WEIGHT: f64 = 6.0;
+/// A backward is twice its forward.
+const BOTH_PASSES: f64 = 3.0;
+
+fn product(factors: &[usize]) -> f64 {
+    factors.iter().map(|f| *f as f64).product()
+}
+
+/// Of one rank: 6 x active parameters x tokens, attention and scans beside it. Norms, activations, routing and the
+/// optimizer are below the 2 % that this is compared with.
+pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
+    let layers: f64 = share.layers.iter().map(|l| layer(l.kind, cfg, share)).sum();
+    let head =
+        if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
+    (layers + PER_WEIGHT * head) * cfg.batch.num_microbatches as f64
+}
+
+/// Of one micro-batch.
+fn layer(kind: LayerKind, cfg: &RunConfig, share: &RankShare) -> f64 {
+    match kind {
+        LayerKind::Dense => attention(cfg, share) + mlp(cfg, share),
+        LayerKind::Moe => attention(cfg, share) + experts(cfg, share),
+        LayerKind::AttnOnly => attention(cfg, share),
+        LayerKind::MlpOnly => mlp(cfg, share),
+        LayerKind::MoeOnly => experts(cfg, share),
+        LayerKind::Mamba => mamba(cfg, share),
+    }
+}
+
+/// Matrices of an MLP.
+fn matrices(cfg: &RunConfig) -> usize {
+    if matches!(cfg.model.activation, Activation::SquaredRelu | Activation::Gelu) { 2 } else { 3 }
+}
+
+fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
+    let (h, d) = (cfg.model.hidden_size, cfg.model.kv_channels);
+    let weights = product(&[h, d, 2 * share.heads + 2 * share.kv_heads]);
+    // Two products of a query with every key up to its own position.
+    let causal: f64 =
+        share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum();
+    let scores = 4.0 * causal * product(&[cfg.batch.micro_batch_size, share.heads, d]);
+    PER_WEIGHT * weights * share.tokens as f64 + BOTH_PASSES * scores
+}
+
+fn mlp(cfg: &RunConfig, share: &RankShare) -> f64 {
+    PER_WEIGHT * product(&[matrices(cfg), cfg.model.hidden_size, share.ffn, share.tokens])
+}
+
+fn experts(cfg: &RunConfig, share: &RankShare) -> f64 {
+    let (h, moe) = (cfg.model.hidden_size, cfg.model.moe.as_ref().unwrap());
+    let tokens = share.tokens_sequence_parallel;
+    let width = moe.latent_size.unwrap_or(h);
+    let router = product(&[h, moe.num_experts, tokens]);
+    let latent = moe.latent_size.map_or(0.0, |w| product(&[2, h, w, tokens]));
+    let routed = product(&[matrices(cfg), width, share.expert_ffn, tokens, moe.router_topk]);
+    // Drop and pad: the experts compute their capacity, whatever they get.
+    let filled = moe.capacity_factor.filter(|_| moe.pad_to_capacity).unwrap_or(1.0);
+    let shared = product(&[matrices(cfg), h, share.shared_expert_ffn.unwrap_or(0), share.tokens]);
+    PER_WEIGHT * (router + latent + routed * filled + shared)
+}
+
+fn mamba(cfg: &RunConfig, share: &RankShare) -> f64 {
+    let (h, m) = (cfg.model.hidden_size, cfg.model.mamba.as_ref().unwrap());
+    let inner = share.mamba_heads * m.head_dim;
+    let bc = share.mamba_groups * m.state_dim;
+    let weights = product(&[h, 3 * inner + 2 * bc + share.mamba_heads]);
+    // Inside a chunk two products with every earlier token, and a state written and read.
+    let before = (m.chunk_size + 1) as f64 / 2.0;
+    let scan = before * 2.0 * (bc + inner) as f64 + product(&[4, inner, m.state_dim]);
+    (PER_WEIGHT * weights + BOTH_PASSES * scan) * share.tokens as f64
+}

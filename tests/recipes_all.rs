@@ -1,0 +1,141 @@
+//! All 438 recipes in process, at full size: what becomes of each, its graphs, its FLOPs.
+//!
+//! `tests/data/recipes_438.tsv` has one line a recipe: implementation and scope that are in force upstream (facts of
+//! Megatron-Bridge at 067f987, never rewritten here), and what mbperf makes of it: `plans`, `not_built` or `refused`, with
+//! the first reason; the same with `--run_dtype bf16` and without recompute, where the launches' FLOPs are compared with
+//! the model's. `MBPERF_BLESS=1 cargo test --test recipes_all` writes the outcomes anew: read the difference.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+#[path = "common/model_flops.rs"]
+mod flops;
+
+use common::catalogue;
+use mbperf::args::{self, Command, impl_name, scope_name};
+use mbperf::overrides::{Resolved, UsageError, resolve};
+use mbperf::program::Program;
+use mbperf::recipe::Recipe;
+use mbperf::workloads::share::RankShare;
+use mbperf::{capture, workloads};
+use rayon::prelude::*;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Longest time on two cores.
+const LONGEST: Duration = Duration::from_secs(60);
+/// Relative difference allowed between the launches' FLOPs and the formula's.
+const FLOPS_TOLERANCE: f64 = 0.02;
+const FACTS: usize = 3;
+const HEADER: &str = "recipe\timpl\tscope\toutcome\treason\tbf16\tbf16_reason";
+
+/// The command line that chooses a recipe.
+fn line(recipe: &Recipe) -> String {
+    let Recipe { family, model, gpu, task, num_gpus, .. } = recipe;
+    let variant = match (recipe.dtype.as_str(), recipe.variant.as_deref()) {
+        // `-c` has no such dtype.
+        ("fp8_ds", _) => "-cv fp8_ds".to_owned(),
+        (dtype, None) => format!("-c {dtype}"),
+        (dtype, Some(variant)) => format!("-c {dtype} -cv {variant}"),
+    };
+    format!("mbperf -m {family} -mr {model} -g {gpu} --task {task} -ng {num_gpus} {variant}")
+}
+
+fn resolved(line: &str) -> Result<Resolved, UsageError> {
+    match args::parse(line.split_whitespace()) {
+        Ok(Command::Run(args)) => resolve(&args, catalogue(), &|_| None),
+        other => panic!("{line}: {other:?}"),
+    }
+}
+
+/// Outcome and first reason, tab between.
+fn outcome(resolved: &Result<Resolved, UsageError>) -> String {
+    match resolved {
+        Ok(r) => match r.config.not_built.first() {
+            None => "plans\t".into(),
+            Some(reason) => format!("not_built\t{}", reason.split(" not built yet").next().unwrap()),
+        },
+        Err(UsageError::Share(_)) => "refused\tlayout".into(),
+        Err(e) => format!("refused\t{}", e.rule().unwrap_or_else(|| panic!("{e}"))),
+    }
+}
+
+fn program(r: &Resolved, line: &str) -> Result<(RankShare, Program), String> {
+    let share = RankShare::of(&r.config).map_err(|e| format!("{line}: {e}"))?;
+    let program = workloads::build(&r.config, &share).map_err(|e| format!("{line}: {e}"))?;
+    Ok((share, program))
+}
+
+/// The line of the table, or what is wrong with the recipe.
+fn judge(recipe: &Recipe, expected: &[&str]) -> Result<String, String> {
+    let line = line(recipe);
+    let own = resolved(&line);
+    if let Ok(r) = &own {
+        let graph = &r.config.graph;
+        let mut scope: Vec<&str> = graph.scope.iter().map(|s| scope_name(*s)).collect();
+        scope.sort_unstable();
+        let effective = [impl_name(graph.implementation), &scope.join("+")];
+        if effective != expected[1..FACTS] {
+            return Err(format!("{line}: {effective:?} are in force, upstream {:?}", &expected[1..FACTS]));
+        }
+        if recipe.alias_of.is_none() && r.recipe.function != recipe.function {
+            return Err(format!("{line}: selects {}", r.recipe.function));
+        }
+        if r.config.not_built.is_empty() {
+            let (_, program) = program(r, &line)?;
+            capture::plan(program, graph, r.config.seed).map_err(|e| format!("{line}: {e}"))?;
+        }
+    }
+    let bf16 = format!("{line} --run_dtype bf16 model.recompute_granularity=null");
+    let plain = resolved(&bf16);
+    if let Ok(r) = &plain
+        && r.config.not_built.is_empty()
+    {
+        let (share, program) = program(r, &bf16)?;
+        let (launches, model) = (program.model_flops(), flops::model_flops(&r.config, &share));
+        let difference = launches / model - 1.0;
+        if difference.abs() > FLOPS_TOLERANCE {
+            let percent = 100.0 * difference;
+            return Err(format!(
+                "{bf16}: the launches have {launches:.4e} FLOPs, the model {model:.4e}: {percent:.2} %"
+            ));
+        }
+    }
+    Ok([&expected[..FACTS].join("\t"), &outcome(&own), &outcome(&plain)].map(String::as_str).join("\t"))
+}
+
+#[test]
+fn every_recipe_is_judged_as_the_table_says() {
+    let start = Instant::now();
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/recipes_438.tsv");
+    let table = std::fs::read_to_string(&path).unwrap();
+    let (header, lines) = table.split_once('\n').unwrap();
+    assert_eq!(header, HEADER);
+    let lines: Vec<&str> = lines.lines().collect();
+    assert_eq!((lines.len(), catalogue().recipes().len()), (438, 438));
+    let judged: Vec<Result<String, String>> = lines
+        .par_iter()
+        .map(|expected| {
+            let cells: Vec<&str> = expected.split('\t').collect();
+            let recipe = catalogue().recipes().iter().find(|r| r.function == cells[0]).unwrap();
+            judge(recipe, &cells)
+        })
+        .collect();
+    let took = start.elapsed();
+    eprintln!("438 recipes in {took:.1?}");
+    let wrong: Vec<&str> = judged.iter().filter_map(|r| r.as_ref().err().map(String::as_str)).collect();
+    assert!(wrong.is_empty(), "{} recipes are wrong\n{}", wrong.len(), wrong.join("\n"));
+    let judged: Vec<String> = judged.into_iter().map(Result::unwrap).collect();
+    if std::env::var_os("MBPERF_BLESS").is_some() {
+        std::fs::write(&path, format!("{HEADER}\n{}\n", judged.join("\n"))).unwrap();
+    } else {
+        let other: Vec<String> = judged
+            .iter()
+            .zip(&lines)
+            .filter(|(own, line)| own != *line)
+            .map(|(own, line)| format!("table: {line}\nnow:   {own}"))
+            .collect();
+        let how = "if this is meant: MBPERF_BLESS=1 cargo test --test recipes_all";
+        assert!(other.is_empty(), "{} recipes differ; {how}\n{}", other.len(), other.join("\n"));
+    }
+    assert!(took < LONGEST, "{took:?}");
+}
