@@ -23,7 +23,8 @@ struct Product {
     int m, n, k, columns, transposed_a, transposed_b, out, parts;
     float alpha, beta;
 };
-constexpr int COLUMNS = 16;   // of D a block
+// A block computes ROWS x COLUMNS of D.
+constexpr int ROWS = 64, COLUMNS = 32, AT_ONCE = 4;
 
 float wide(uint16_t x) { const uint32_t b = (uint32_t)x << 16; float f; memcpy(&f, &b, 4); return f; }
 uint16_t narrow(float x) {
@@ -33,29 +34,48 @@ uint16_t narrow(float x) {
 }
 void block(const void* params, unsigned index) {
     const Product& p = *static_cast<const Product*>(params);
-    const int per_batch = (p.n + COLUMNS - 1) / COLUMNS, batch = index / per_batch;
+    const int down = (p.m + ROWS - 1) / ROWS, across = (p.n + COLUMNS - 1) / COLUMNS, batch = index / (down * across);
+    const int i0 = index % down * ROWS, j0 = index / down % across * COLUMNS;
+    const int rows = p.m - i0 < ROWS ? p.m - i0 : ROWS;
     const uint16_t *a = p.a + batch * p.stride_a, *b = p.b + batch * p.stride_b;
-    std::vector<float> line(p.m), total(p.m), sum(p.m);
-    for (int j = index % per_batch * COLUMNS, end = j + COLUMNS < p.n ? j + COLUMNS : p.n; j < end; ++j) {
-        for (int i = 0; i < p.m; ++i) total[i] = 0.f;
+    // op(A) widened, k lines of ROWS, and op(B) of the columns in hand.
+    static thread_local std::vector<float> wide_a, wide_b;
+    wide_a.assign((size_t)p.k * ROWS, 0.f);
+    wide_b.assign((size_t)p.k * AT_ONCE, 0.f);
+    if (p.transposed_a) {
+        for (int i = 0; i < rows; ++i)
+            for (int l = 0; l < p.k; ++l) wide_a[(size_t)l * ROWS + i] = wide(a[(i0 + i) * p.lda + l]);
+    } else {
+        for (int l = 0; l < p.k; ++l)
+            for (int i = 0; i < rows; ++i) wide_a[(size_t)l * ROWS + i] = wide(a[l * p.lda + i0 + i]);
+    }
+    for (int j = j0; j < j0 + COLUMNS && j < p.n; j += AT_ONCE) {
+        const int columns = p.n - j < AT_ONCE ? p.n - j : AT_ONCE;
+        for (int c = 0; c < columns; ++c)
+            for (int l = 0; l < p.k; ++l)
+                wide_b[(size_t)l * AT_ONCE + c] = wide(p.transposed_b ? b[l * p.ldb + j + c] : b[(j + c) * p.ldb + l]);
+        float total[AT_ONCE][ROWS] = {};
         for (int part = 0; part < p.parts; ++part) {
-            for (int i = 0; i < p.m; ++i) sum[i] = 0.f;
+            float sum[AT_ONCE][ROWS] = {};
             for (int l = (int64_t)p.k * part / p.parts; l < (int64_t)p.k * (part + 1) / p.parts; ++l) {
-                const float x = wide(p.transposed_b ? b[l * p.ldb + j] : b[j * p.ldb + l]);
-                if (p.transposed_a) for (int i = 0; i < p.m; ++i) sum[i] += wide(a[i * p.lda + l]) * x;
-                else for (int i = 0; i < p.m; ++i) sum[i] += wide(a[l * p.lda + i]) * x;
+                const float *x = &wide_a[(size_t)l * ROWS], *y = &wide_b[(size_t)l * AT_ONCE];
+                for (int c = 0; c < AT_ONCE; ++c)
+                    for (int i = 0; i < ROWS; ++i) sum[c][i] += x[i] * y[c];
             }
-            for (int i = 0; i < p.m; ++i) total[i] += sum[i];
+            for (int c = 0; c < AT_ONCE; ++c)
+                for (int i = 0; i < ROWS; ++i) total[c][i] += sum[c][i];
         }
-        const int64_t at = batch * p.stride_d + j * p.ldd, from = batch * p.stride_c + j * p.ldc;
-        for (int i = 0; i < p.m; ++i) {
-            float v = p.alpha * total[i];
-            if (p.out == R_16BF) {
-                if (p.beta != 0.f) v += p.beta * wide(static_cast<const uint16_t*>(p.c)[from + i]);
-                static_cast<uint16_t*>(p.d)[at + i] = narrow(v);
-            } else {
-                if (p.beta != 0.f) v += p.beta * static_cast<const float*>(p.c)[from + i];
-                static_cast<float*>(p.d)[at + i] = v;
+        for (int c = 0; c < columns; ++c) {
+            const int64_t at = batch * p.stride_d + (j + c) * p.ldd + i0, from = batch * p.stride_c + (j + c) * p.ldc + i0;
+            for (int i = 0; i < rows; ++i) {
+                float v = p.alpha * total[c][i];
+                if (p.out == R_16BF) {
+                    if (p.beta != 0.f) v += p.beta * wide(static_cast<const uint16_t*>(p.c)[from + i]);
+                    static_cast<uint16_t*>(p.d)[at + i] = narrow(v);
+                } else {
+                    if (p.beta != 0.f) v += p.beta * static_cast<const float*>(p.c)[from + i];
+                    static_cast<float*>(p.d)[at + i] = v;
+                }
             }
         }
     }
@@ -125,7 +145,7 @@ int cublasLtMatmul(void*, Desc* desc, const float* alpha, const void* a, Layout*
     if (lc->rows != ld->rows || lc->cols != ld->cols || la->batch != ld->batch || lb->batch != ld->batch || lc->batch != ld->batch) return INVALID_VALUE;
     p.parts = 1 + (int)(algo->data[0] & 0xff);
     const char* names[] = {"emulated_matmul", "emulated_matmul_split"};
-    const unsigned blocks = (unsigned)((p.n + COLUMNS - 1) / COLUMNS * ld->batch);
+    const unsigned blocks = (unsigned)((p.m + ROWS - 1) / ROWS * ((p.n + COLUMNS - 1) / COLUMNS) * ld->batch);
     return emulated_host_kernel(stream, names[p.parts - 1], blocks, 128, block, &p, sizeof p) ? EXECUTION_FAILED : SUCCESS;
 }
 }

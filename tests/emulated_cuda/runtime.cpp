@@ -51,7 +51,8 @@ emu_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmp *%rcx
     .size emu_switch, .-emu_switch
     .popsection
 )");

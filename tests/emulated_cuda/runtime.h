@@ -6,8 +6,8 @@
 // MBPERF_EMULATED_SHARED_KIB=163 shows what does not fit there.
 #define EMU_SHARED_LIMIT (227 * 1024)
 #define EMU_MAX_THREADS 1024
-// Stack of one thread of a block, bytes.
-#define EMU_STACK_BYTES (64 * 1024)
+// Stack of one thread of a block, bytes: not a power of two, so that the tops of stacks fall into different cache sets.
+#define EMU_STACK_BYTES (64 * 1024 + 4096 + 320)
 
 // Codes of the driver API for what a kernel can do wrong.
 enum { EMU_ILLEGAL_ADDRESS = 700, EMU_MISALIGNED = 716, EMU_LAUNCH_FAILED = 719 };
