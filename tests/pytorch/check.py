@@ -29,11 +29,37 @@ def load(path):
     return out
 
 
-def rope(x, positions, base, rotary):
-    """x [b, s, heads, d]; rotate-half on the first `rotary` elements."""
+def temperature(scaling, weight):
+    """YaRN: 0.1 w ln(factor) + 1."""
+    return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
+
+
+def angles(positions, m, rotary):
+    """cos and sin [1, s, 1, rotary / 2] by the model's frequencies."""
+    base, scaling = m["rotary_base"], m["rope_scaling"]
     inv = base ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+    size = 1.0
+    if scaling and scaling["type"] == "llama3":
+        turns = scaling["original_max_position"] * inv / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        inv = inv * (kept + (1 - kept) / scaling["factor"])
+    elif scaling and scaling["type"] == "yarn":
+        pair = lambda turns: rotary * math.log(scaling["original_max_position"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+        low, high = pair(scaling["beta_fast"]), pair(scaling["beta_slow"])
+        if scaling["rounded"]:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary - 1)
+        slowed = ((torch.arange(rotary // 2).double() - low) / max(high - low, 1e-3)).clamp(0, 1)
+        inv = inv * (1 - slowed + slowed / scaling["factor"])
+        size = temperature(scaling, scaling["mscale"]) / temperature(scaling, scaling["mscale_all_dim"])
     angle = positions.double()[:, None] * inv[None]
-    c, s = angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+    return (size * angle.cos()).float()[None, :, None], (size * angle.sin()).float()[None, :, None]
+
+
+def rope(x, positions, m, rotary):
+    """x [b, s, heads, d]; rotate-half on the first `rotary` elements."""
+    c, s = angles(positions, m, rotary)
     a, b, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
     return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
 
@@ -47,7 +73,34 @@ class Step:
     def norm(self, x, name):
         return F.rms_norm(x, (x.shape[-1],), self.w[name].reshape(-1), self.m["layernorm_epsilon"])
 
+    def latent_attention(self, i, x):
+        """Multi-latent attention: low-rank q and kv, one rotated key part (neighbours pair up) for all heads."""
+        m, p, a = self.m, f"layer{i}.attn.", self.m["mla"]
+        heads, nope, rot, dv = m["num_attention_heads"], a["qk_head_dim"], a["qk_pos_emb_head_dim"], a["v_head_dim"]
+        b, s, _ = x.shape
+        w = lambda what: self.w[p + what + ".weight"]
+        latent = lambda t, what: self.norm(t, p + what + ".weight") if m["qk_layernorm"] else t
+        y = self.norm(x, p + "norm.weight")
+        if a["q_lora_rank"]:
+            q = F.linear(latent(F.linear(y, w("q_down")), "q_norm"), w("q_up"))
+        else:
+            q = F.linear(y, w("q"))
+        q_nope, q_rope = q.view(b, s, heads, nope + rot).split([nope, rot], -1)
+        kv, k_rope = F.linear(y, w("kv_down")).split([a["kv_lora_rank"], rot], -1)
+        k_nope, v = F.linear(latent(kv, "kv_norm"), w("kv_up")).view(b, s, heads, nope + dv).split([nope, dv], -1)
+        c, sn = angles(torch.arange(s), m, rot)
+        turn = lambda t: torch.cat([t[..., ::2] * c - t[..., 1::2] * sn, t[..., 1::2] * c + t[..., ::2] * sn], -1)
+        q = torch.cat([q_nope, turn(q_rope)], -1)
+        k = torch.cat([k_nope, turn(k_rope[:, :, None]).expand(-1, -1, heads, -1)], -1)
+        scale = (nope + rot) ** -0.5
+        if m["rope_scaling"] and m["rope_scaling"]["type"] == "yarn":
+            scale *= temperature(m["rope_scaling"], m["rope_scaling"]["mscale_all_dim"]) ** 2
+        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=scale)
+        return x + F.linear(o.transpose(1, 2).reshape(b, s, heads * dv), w("proj"))
+
     def attention(self, i, x):
+        if self.m.get("mla"):
+            return self.latent_attention(i, x)
         m, p = self.m, f"layer{i}.attn."
         nq, nkv, d = m["num_attention_heads"], m["num_query_groups"], m["kv_channels"]
         b, s, _ = x.shape
@@ -57,7 +110,7 @@ class Step:
         if m["qk_layernorm"]:
             q, k = self.norm(q, p + "q_norm.weight"), self.norm(k, p + "k_norm.weight")
         pos, rot = torch.arange(s), int(d * m["rotary_percent"])
-        q, k = rope(q, pos, m["rotary_base"], rot), rope(k, pos, m["rotary_base"], rot)
+        q, k = rope(q, pos, m, rot), rope(k, pos, m, rot)
         k, v = (t.repeat_interleave(nq // nkv, 2) for t in (k, v))
         o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         return x + F.linear(o.transpose(1, 2).reshape(b, s, nq * d), self.w[p + "proj.weight"])
@@ -125,7 +178,20 @@ class Step:
         if e["topk_scaling_factor"]:
             probs = probs * e["topk_scaling_factor"]
         if not forced:  # the dumped choice must be the top k of our own scores, but for ties within rounding
-            mine = s_all.topk(k, -1).values.sort(-1).values
+            groups, chosen = e["num_groups"], e["group_topk"]
+            if groups > 1:  # the expert bias is still zero: groups by the sum of their best scores
+                grouped = s_all.view(-1, groups, experts // groups)
+                best = grouped.topk(k // chosen, -1).values.sum(-1)
+                of_choice = best.gather(1, (index // (experts // groups)))
+                assert (of_choice >= best.topk(chosen, -1).values[:, -1:] - 1e-2).all(), "a worse group was chosen"
+                used = torch.zeros(best.shape).scatter_(1, index // (experts // groups), 1.0)
+                assert (used.sum(-1) <= chosen).all(), "too many groups were chosen"
+                # The best experts of the groups that the dump used, filled up with the next best groups.
+                ranked = (best + 10 * used).topk(chosen, -1).indices
+                mask = torch.zeros(best.shape).scatter_(1, ranked, 1.0)[..., None].expand(grouped.shape)
+                mine = s_all.masked_fill(mask.reshape(s_all.shape) == 0, -1.0).topk(k, -1).values.sort(-1).values
+            else:
+                mine = s_all.topk(k, -1).values.sort(-1).values
             theirs = s_all.gather(1, index).sort(-1).values
             assert (mine - theirs).abs().max() < 1e-2, "the dumped choice is not the top k"
         tokens = y.shape[0]
