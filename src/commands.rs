@@ -1,5 +1,6 @@
 //! Subcommands that only print, and what a failure's exit code is.
 
+use crate::args::shells;
 use crate::args::{ArgsError, Command, CompileKernelsArgs, Format, RecipesCommand, SelftestArgs};
 use crate::capture::CaptureError;
 use crate::device::DeviceError;
@@ -9,7 +10,7 @@ use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, ShowError, print_list, print_show};
 use crate::report::OutputError;
 use crate::workloads::{WorkloadError, share::ShareError};
-use crate::{compare, compile, doctor, measure, rules, run, selftest};
+use crate::{compare, compile, doctor, measure, report_files, rules, run, selftest};
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -120,6 +121,9 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
         }
         Command::Selftest(a) => return self_test(a, &mut out),
         Command::Compare(a) => return compare::run(a, &mut out),
+        Command::Report(a) => report_files::run(a, &mut out),
+        Command::Completions(a) => shells::completions(a.shell, &mut out).map_err(Into::into),
+        Command::Man(a) => shells::man(a.command.as_deref(), &mut out),
         Command::CompileKernels(a) => return compile_kernels(a, &mut out),
         Command::Run(_) => Err(DeviceError::internal("a run is no subcommand").into()),
     };

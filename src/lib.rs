@@ -21,6 +21,7 @@ pub mod overrides;
 pub mod program;
 pub mod recipe;
 pub mod report;
+pub mod report_files;
 pub mod rules;
 pub mod run;
 pub mod selftest;

@@ -19,9 +19,10 @@ use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
 use crate::program::Program;
 use crate::recipe::Catalogue;
+use crate::report::xlsx::Book;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
-use crate::{dryrun, dump, sweep};
+use crate::{dryrun, dump, report_files, sweep};
 use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -58,11 +59,18 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         ));
     }
     let interrupt = interrupt_flag()?;
-    Ok(sweep::each([resolved], |resolved| one(resolved, args, &interrupt)))
+    let book = report_files::book(args)?;
+    let code = sweep::each([resolved], |resolved| one(resolved, args, &interrupt, book.as_ref()));
+    report_files::save(args, book.as_deref(), code)
 }
 
 /// One configuration: both of its arms, their rows.
-fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::Result<u8> {
+fn one(
+    mut resolved: Resolved,
+    args: &Args,
+    interrupt: &AtomicBool,
+    book: Option<&Arc<Mutex<Book>>>,
+) -> anyhow::Result<u8> {
     let effective = resolved.config.clone();
     let faults = faults(args)?;
     let host_model = HostModel::load(&args.mbperf.host_model)?;
@@ -80,7 +88,8 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
         &resolved.config.identity.gpu,
         &resolved.config.identity.recipe_dtype,
     );
-    let mut writer = Writer::open(&target)?;
+    let mut writer = Writer::open_in(&target, args.mbperf.csv_dialect)?;
+    book.into_iter().for_each(|b| writer.keep(b.clone()));
     save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
@@ -139,6 +148,7 @@ fn one(mut resolved: Resolved, args: &Args, interrupt: &AtomicBool) -> anyhow::R
         };
         let rows = Row::of_outcome(&facts, &outcome, &reason);
         writer.rows(&rows)?;
+        writer.blocks(&outcome.blocks)?;
         let own = conclude(args, &rows, &outcome, &reason, &writer)?;
         code = if code == 0 { own } else { code };
         let interrupted = matches!(outcome.status, Status::Interrupted);

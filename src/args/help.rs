@@ -20,7 +20,7 @@ pub fn render(main: &mut Command, subcommands: &Command) -> String {
     page += "full. KEY=VALUE replaces a setting of the recipe and may stand anywhere; options win over it.\n\nCommands:\n";
     for c in subcommands.get_subcommands().filter(|c| !c.is_hide_set()) {
         let about = c.get_about().map(ToString::to_string).unwrap_or_default();
-        let _ = writeln!(page, "  {:<10} {about}", c.get_name());
+        let _ = writeln!(page, "  {:<12} {about}", c.get_name());
     }
     let mut groups: Vec<&str> = Vec::new();
     let headings =

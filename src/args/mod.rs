@@ -8,11 +8,14 @@ pub mod compare;
 mod help;
 mod options;
 mod refused;
+pub mod report;
+pub mod shells;
 mod values;
 
 pub use compare::CompareArgs;
 pub use options::*;
 pub use refused::REFUSED;
+pub use report::{CompletionsArgs, ManArgs, ReportArgs};
 pub use values::*;
 
 use clap::{CommandFactory, Parser, error::ErrorKind};
@@ -50,6 +53,9 @@ pub enum Command {
     /// Times the ops of a run; without a run, lists them.
     Ops(Option<String>, Option<Box<Args>>),
     Compare(Box<CompareArgs>),
+    Report(ReportArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
     CompileKernels(CompileKernelsArgs),
 }
 
@@ -76,14 +82,30 @@ enum Sub {
     Ops,
     /// Compare result files with those of a baseline, for CI
     Compare(CompareArgs),
+    /// Write a page with pictures, or a workbook, from result files
+    Report(ReportArgs),
+    /// Print completions for a shell
+    Completions(CompletionsArgs),
+    /// Print a manual page
+    Man(ManArgs),
     /// Compile every kernel for an architecture; needs NVRTC, no GPU
     #[command(hide = true)]
     CompileKernels(CompileKernelsArgs),
 }
 
 /// Names of the subcommands, `compile_kernels` (hidden) included.
-const SUBCOMMANDS: [&str; 7] =
-    ["recipes", "rules", "doctor", "selftest", "ops", "compare", "compile_kernels"];
+const SUBCOMMANDS: [&str; 10] = [
+    "recipes",
+    "rules",
+    "doctor",
+    "selftest",
+    "ops",
+    "compare",
+    "report",
+    "completions",
+    "man",
+    "compile_kernels",
+];
 
 #[derive(Debug, Clone, clap::Subcommand)]
 #[command(rename_all = "snake_case")]
@@ -181,6 +203,9 @@ where
             Sub::Selftest(a) => Command::Selftest(a),
             Sub::Ops => Command::Ops(None, None),
             Sub::Compare(a) => Command::Compare(Box::new(a)),
+            Sub::Report(a) => Command::Report(a),
+            Sub::Completions(a) => Command::Completions(a),
+            Sub::Man(a) => Command::Man(a),
             Sub::CompileKernels(a) => Command::CompileKernels(a),
         });
     }

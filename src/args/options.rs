@@ -5,6 +5,7 @@ use super::values::{
     FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name, parse_seed,
 };
 use crate::config::{ExpertGemm, GraphImpl, Routing};
+use crate::report::Dialect;
 use clap::ValueEnum;
 use std::path::PathBuf;
 
@@ -315,6 +316,12 @@ pub struct Mbperf {
     /// CSV file that rows are appended to, `-` for standard output. Left out: results/RECIPE_GPU_DTYPE.csv
     #[arg(short = 'o', long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Dialect of the CSV files; a file in the other one is refused
+    #[arg(long, value_name = "NAME", default_value = "rfc4180")]
+    pub csv_dialect: Dialect,
+    /// Also write the rows and steps of this command as a workbook, replacing one that is there
+    #[arg(long, value_name = "FILE")]
+    pub xlsx: Option<PathBuf>,
     /// Do not run again what is in the output file already: the same configuration, every row ok
     #[arg(long)]
     pub resume: bool,

@@ -28,6 +28,18 @@ pub enum Kind {
     Bool,
 }
 
+impl Kind {
+    /// For a reader of the columns' table.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Text => "text",
+            Kind::Int => "integer",
+            Kind::Float => "number",
+            Kind::Bool => "true/false",
+        }
+    }
+}
+
 pub struct Column {
     pub name: &'static str,
     pub kind: Kind,
@@ -49,6 +61,19 @@ impl Value {
             Value::Int(n) => n.to_string(),
             Value::Float(x) => number(*x),
             Value::Bool(b) => b.to_string(),
+        }
+    }
+
+    /// The value that a plain cell stands for; `None` when it is none of this kind.
+    pub fn parse(cell: &str, kind: Kind) -> Option<Self> {
+        if cell.is_empty() {
+            return Some(Value::Empty);
+        }
+        match kind {
+            Kind::Text => Some(Value::Text(cell.to_owned())),
+            Kind::Int => cell.parse().ok().map(Value::Int),
+            Kind::Float => cell.parse().ok().filter(|x: &f64| x.is_finite()).map(Value::Float),
+            Kind::Bool => cell.parse().ok().map(Value::Bool),
         }
     }
 
@@ -332,6 +357,16 @@ pub fn header() -> Vec<&'static str> {
     COLUMNS.iter().map(|c| c.name).collect()
 }
 
+/// Names and kinds in file order.
+pub fn kinds() -> Vec<(&'static str, Kind)> {
+    COLUMNS.iter().map(|c| (c.name, c.kind)).collect()
+}
+
+/// Values of a row in file order.
+pub fn values(row: &Row) -> Vec<Value> {
+    COLUMNS.iter().map(|c| (c.value)(row)).collect()
+}
+
 /// Cells of a row in file order.
 pub fn cells(row: &Row) -> Vec<String> {
     COLUMNS.iter().map(|c| (c.value)(row).cell()).collect()
@@ -350,13 +385,7 @@ pub fn json(row: &Row) -> serde_json::Value {
 pub fn markdown() -> String {
     let mut text = String::from("| column | type | meaning |\n| --- | --- | --- |\n");
     for column in COLUMNS {
-        let kind = match column.kind {
-            Kind::Text => "text",
-            Kind::Int => "integer",
-            Kind::Float => "number",
-            Kind::Bool => "true/false",
-        };
-        text.push_str(&format!("| `{}` | {kind} | {} |\n", column.name, column.meaning));
+        text.push_str(&format!("| `{}` | {} | {} |\n", column.name, column.kind.name(), column.meaning));
     }
     text
 }

@@ -4,13 +4,17 @@
 //! is continued in LF. Records are appended by one write under a file lock, so that several processes may
 //! share a file. When a write fails the file is cut back to what it held.
 
-use super::columns;
+use super::columns::{self, Kind, Value};
+use super::dialect::Dialect;
 use super::row::Row;
-use super::steps;
+use super::xlsx::Book;
+use super::{blocks, steps};
+use crate::measure::outcome::BlockRecord;
 use crate::measure::{StepRecord, StepSink};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 /// Why results cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +69,8 @@ struct Appender {
     path: PathBuf,
     file: File,
     header: Vec<&'static str>,
+    kinds: Vec<Kind>,
+    dialect: Dialect,
     crlf: bool,
     /// Plain file: can be locked, measured and cut.
     regular: bool,
@@ -73,8 +79,8 @@ struct Appender {
 }
 
 impl Appender {
-    /// Opens without writing; `header` is what a file that holds something must begin with.
-    fn open(path: &Path, header: Vec<&'static str>) -> Result<Self, OutputError> {
+    /// Opens without writing; `columns` is what the header of a file that holds something must name.
+    fn open(path: &Path, columns: Vec<(&'static str, Kind)>, dialect: Dialect) -> Result<Self, OutputError> {
         let refused = |reason: String| OutputError::Refused { path: path.display().to_string(), reason };
         let created = !path.exists();
         if path.is_dir() {
@@ -87,7 +93,9 @@ impl Appender {
             .open(path)
             .map_err(|e| refused(io_reason(&e, path)))?;
         let regular = file.metadata().is_ok_and(|m| m.is_file());
-        let mut appender = Self { path: path.into(), file, header, crlf: true, regular, created };
+        let (header, kinds) = columns.into_iter().unzip();
+        let mut appender =
+            Self { path: path.into(), file, header, kinds, dialect, crlf: true, regular, created };
         if regular {
             // Under the lock: another process's record may be half written at this moment.
             let locked = lock(&appender.file).map_err(|e| refused(e.to_string()))?;
@@ -104,7 +112,16 @@ impl Appender {
         let path = self.path.display().to_string();
         let refused = |reason: String| OutputError::Refused { path: path.clone(), reason };
         let Some(first) = self.first_line().map_err(|e| refused(e.to_string()))? else { return Ok(()) };
-        if first.trim_end_matches(['\r', '\n']) != self.header.join(",") {
+        let header = first.trim_end_matches(['\r', '\n']);
+        if header != self.dialect.header(&self.header) {
+            let other =
+                [Dialect::Rfc4180, Dialect::ExcelEu].into_iter().find(|d| header == d.header(&self.header));
+            if let Some(other) = other {
+                return Err(refused(format!(
+                    "it is written in another dialect: continue it with --csv_dialect {}",
+                    other.name()
+                )));
+            }
             return Err(refused(format!(
                 "it holds something else, or rows of another schema version (this is version {})",
                 columns::SCHEMA_VERSION
@@ -166,7 +183,8 @@ impl Appender {
         if length > 0 {
             self.check().map_err(|e| io::Error::other(e.to_string()))?;
         }
-        let bytes = encode(with_header.then_some(&self.header), records, self.crlf)?;
+        let header = with_header.then_some(&self.header);
+        let bytes = encode(header, &self.kinds, records, self.dialect, self.crlf)?;
         let written = self.file.write_all(&bytes).and_then(|()| self.file.flush());
         if let (Err(_), true) = (&written, self.regular) {
             // The first error is told; a file that cannot be cut keeps half a row, which the next open refuses.
@@ -214,20 +232,31 @@ fn io_reason(error: &io::Error, path: &Path) -> String {
 }
 
 /// `<name>.<suffix>` beside `<name>.csv`; any other ending is part of the name.
-fn beside(path: &Path, suffix: &str) -> PathBuf {
+pub fn beside(path: &Path, suffix: &str) -> PathBuf {
     let file = path.file_name().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!("{}.{suffix}", file.strip_suffix(".csv").unwrap_or(&file)))
 }
 
-/// Records as RFC 4180 text.
-fn encode<R: AsRef<[String]>>(header: Option<&Vec<&str>>, records: &[R], crlf: bool) -> io::Result<Vec<u8>> {
+/// Records as text of a dialect; the header with its mark, if the file begins here.
+fn encode<R: AsRef<[String]>>(
+    header: Option<&Vec<&str>>,
+    kinds: &[Kind],
+    records: &[R],
+    dialect: Dialect,
+    crlf: bool,
+) -> io::Result<Vec<u8>> {
     let terminator = if crlf { csv::Terminator::CRLF } else { csv::Terminator::Any(b'\n') };
-    let mut writer = csv::WriterBuilder::new().terminator(terminator).from_writer(Vec::new());
+    let start = if header.is_some() { dialect.mark() } else { "" };
+    let mut writer = csv::WriterBuilder::new()
+        .terminator(terminator)
+        .delimiter(dialect.separator())
+        .from_writer(start.as_bytes().to_vec());
     if let Some(header) = header {
         writer.write_record(header).map_err(io::Error::other)?;
     }
     for record in records {
-        writer.write_record(record.as_ref()).map_err(io::Error::other)?;
+        let cells = record.as_ref().iter().zip(kinds).map(|(cell, kind)| dialect.write(cell, *kind));
+        writer.write_record(cells.collect::<Vec<_>>()).map_err(io::Error::other)?;
     }
     writer.into_inner().map_err(|e| io::Error::other(e.to_string()))
 }
@@ -236,7 +265,11 @@ fn encode<R: AsRef<[String]>>(header: Option<&Vec<&str>>, records: &[R], crlf: b
 pub struct Writer {
     rows: Option<Appender>,
     steps: Option<Appender>,
+    blocks: Option<Appender>,
     runs: Option<Appender>,
+    dialect: Dialect,
+    /// Keeps what is written, for a workbook at the end.
+    book: Option<Arc<Mutex<Book>>>,
     run_id: String,
     stdout_begun: bool,
     /// The default folder, if it is ours: goes again if nothing comes into it.
@@ -256,15 +289,23 @@ impl Drop for MadeFolder {
 }
 
 impl Writer {
-    /// Opens and checks every file before the run, and writes to none.
+    /// [`Writer::open_in`] the usual dialect.
     pub fn open(target: &Target) -> Result<Self, OutputError> {
+        Self::open_in(target, Dialect::default())
+    }
+
+    /// Opens and checks every file before the run, and writes to none.
+    pub fn open_in(target: &Target, dialect: Dialect) -> Result<Self, OutputError> {
         let mut made = MadeFolder(None);
         let path = match target {
             Target::Stdout => {
                 return Ok(Self {
                     rows: None,
                     steps: None,
+                    blocks: None,
                     runs: None,
+                    dialect,
+                    book: None,
                     run_id: String::new(),
                     stdout_begun: false,
                     _made: MadeFolder(None),
@@ -282,10 +323,11 @@ impl Writer {
                 path
             }
         };
-        let rows = Appender::open(path, columns::header())?;
+        let rows = Appender::open(path, columns::kinds(), dialect)?;
         // A device such as /dev/null has no neighbours.
-        let (steps, runs) = if rows.regular {
-            let steps = Appender::open(&beside(path, "steps.csv"), steps::HEADER.to_vec())?;
+        let (steps, blocks, runs) = if rows.regular {
+            let steps = Appender::open(&beside(path, "steps.csv"), steps::COLUMNS.to_vec(), dialect)?;
+            let blocks = Appender::open(&beside(path, "blocks.csv"), blocks::COLUMNS.to_vec(), dialect)?;
             let runs_path = beside(path, "runs.jsonl");
             let runs = OpenOptions::new().append(true).create(true).open(&runs_path);
             let created = runs.as_ref().is_ok_and(|f| f.metadata().is_ok_and(|m| m.len() == 0));
@@ -293,13 +335,36 @@ impl Writer {
                 path: runs_path.display().to_string(),
                 reason: io_reason(&e, &runs_path),
             })?;
-            let runs =
-                Appender { path: runs_path, file, header: vec![], crlf: false, regular: true, created };
-            (Some(steps), Some(runs))
+            let runs = Appender {
+                path: runs_path,
+                file,
+                header: vec![],
+                kinds: vec![],
+                dialect,
+                crlf: false,
+                regular: true,
+                created,
+            };
+            (Some(steps), Some(blocks), Some(runs))
         } else {
-            (None, None)
+            (None, None, None)
         };
-        Ok(Self { rows: Some(rows), steps, runs, run_id: String::new(), stdout_begun: false, _made: made })
+        Ok(Self {
+            rows: Some(rows),
+            steps,
+            blocks,
+            runs,
+            dialect,
+            book: None,
+            run_id: String::new(),
+            stdout_begun: false,
+            _made: made,
+        })
+    }
+
+    /// Rows and steps that follow go into `book` too.
+    pub fn keep(&mut self, book: Arc<Mutex<Book>>) {
+        self.book = Some(book);
     }
 
     /// The rows' file; `None` for standard output.
@@ -339,15 +404,18 @@ impl Writer {
         if rows.is_empty() {
             return Ok(());
         }
+        if let Some(Ok(mut book)) = self.book.as_ref().map(|b| b.lock()) {
+            book.rows.extend(rows.iter().map(columns::values));
+        }
         let records: Vec<Vec<String>> = rows.iter().map(columns::cells).collect();
         match &mut self.rows {
             Some(file) => file
                 .append(&records)
                 .map_err(|source| OutputError::Write { path: file.path.display().to_string(), source }),
             None => {
-                let header = columns::header();
+                let (header, kinds): (Vec<_>, Vec<_>) = columns::kinds().into_iter().unzip();
                 let mut stdout = io::stdout().lock();
-                encode((!self.stdout_begun).then_some(&header), &records, true)
+                encode((!self.stdout_begun).then_some(&header), &kinds, &records, self.dialect, true)
                     .and_then(|bytes| stdout.write_all(&bytes).and_then(|()| stdout.flush()))
                     .map_err(|source| OutputError::Write { path: "standard output".into(), source })?;
                 self.stdout_begun = true;
@@ -355,12 +423,25 @@ impl Writer {
             }
         }
     }
+
+    /// Writes the blocks of a finished measurement: the card's state over its time.
+    pub fn blocks(&mut self, blocks: &[BlockRecord]) -> Result<(), OutputError> {
+        let Some(file) = self.blocks.as_mut().filter(|_| !blocks.is_empty()) else { return Ok(()) };
+        let records: Vec<_> =
+            blocks.iter().enumerate().map(|(number, b)| blocks::cells(&self.run_id, number, b)).collect();
+        file.append(&records)
+            .map_err(|source| OutputError::Write { path: file.path.display().to_string(), source })
+    }
 }
 
 impl StepSink for Writer {
     fn steps(&mut self, steps: &[StepRecord]) -> io::Result<()> {
+        if let Some(Ok(mut book)) = self.book.as_ref().map(|b| b.lock()) {
+            book.steps.extend(steps.iter().map(|s| steps::values(&self.run_id, s)));
+        }
         let Some(file) = &mut self.steps else { return Ok(()) };
-        let records: Vec<[String; 14]> = steps.iter().map(|s| steps::cells(&self.run_id, s)).collect();
+        let records: Vec<Vec<String>> =
+            steps.iter().map(|s| steps::values(&self.run_id, s).iter().map(Value::cell).collect()).collect();
         file.append(&records).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", file.path.display())))
     }
 }

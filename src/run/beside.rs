@@ -24,6 +24,7 @@ pub(super) fn watchdog(
 ) -> anyhow::Result<Beat> {
     let beat = Beat::default();
     let seconds = args.mbperf.watchdog;
+    let dialect = args.mbperf.csv_dialect;
     if seconds < 0.0 {
         return Err(Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into());
     }
@@ -35,7 +36,7 @@ pub(super) fn watchdog(
         let reason = guard::hang_message(phase, limit);
         if let Ok(facts) = facts.lock() {
             let rows = Row::without_outcome(&facts, &options, "failed", &reason);
-            if let Err(e) = Writer::open(&target).and_then(|mut writer| writer.rows(&rows)) {
+            if let Err(e) = Writer::open_in(&target, dialect).and_then(|mut writer| writer.rows(&rows)) {
                 complain(&e.to_string());
             }
         }

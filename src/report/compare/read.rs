@@ -1,5 +1,8 @@
-//! Result files as records by column name. Strict: whole records of a known header, or a reason why not.
+//! Result files as records by column name. Strict: whole records of a known header, or a reason why not. Either
+//! dialect; a record holds plain cells, as [`crate::report::Value::cell`] gives them.
 
+use crate::report::columns::{COLUMNS, Kind};
+use crate::report::dialect::Dialect;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -30,6 +33,11 @@ impl Record {
     /// The cell of a column; empty when the file has no such column.
     pub fn cell(&self, column: &str) -> &str {
         self.get(column).unwrap_or_default()
+    }
+
+    /// Names of the file's columns, in no order.
+    pub fn columns(&self) -> impl Iterator<Item = &str> {
+        self.columns.keys().map(String::as_str)
     }
 
     /// Whether every cell is the same.
@@ -101,7 +109,11 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     if bytes.is_empty() {
         return Err(format!("{name} is empty"));
     }
-    let mut reader = csv::ReaderBuilder::new().flexible(false).from_reader(bytes.as_slice());
+    let dialect = Dialect::of(bytes);
+    let mut reader = csv::ReaderBuilder::new()
+        .delimiter(dialect.separator())
+        .flexible(false)
+        .from_reader(bytes.as_slice());
     let header = reader.headers().map_err(|e| format!("{name} is no CSV file: {e}"))?.clone();
     let mut columns = HashMap::new();
     for (at, column) in header.iter().enumerate() {
@@ -112,10 +124,18 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     if let Some(column) = NEEDED.iter().find(|c| !columns.contains_key(**c)) {
         return Err(format!("{name} holds no results of mbperf: it has no column {column}"));
     }
+    let kinds: Vec<Kind> = header
+        .iter()
+        .map(|name| COLUMNS.iter().find(|c| c.name == name).map_or(Kind::Text, |c| c.kind))
+        .collect();
     let (source, columns): (Arc<str>, _) = (name.as_str().into(), Arc::new(columns));
     let mut records = Vec::new();
     for (at, cells) in reader.into_records().enumerate() {
         let cells = cells.map_err(|e| format!("{name}, row {}: {e}", at + 1))?;
+        let plain = cells.iter().zip(&kinds).zip(&header).map(|((cell, kind), column)| {
+            dialect.read(cell, *kind).map_err(|e| format!("{name}, row {}, column {column}: {e}", at + 1))
+        });
+        let cells = plain.collect::<Result<csv::StringRecord, String>>()?;
         let record = Record { source: source.clone(), row: at + 1, columns: columns.clone(), cells };
         check(&record)?;
         records.push(record);

@@ -1,0 +1,321 @@
+//! What a page is made from: result files with what lies beside them, as runs. Everything is checked here, so that
+//! drawing meets no cell that it cannot read.
+
+use super::beside::{self, Block, PartTime, Step, StepsFile};
+use crate::report::compare::keys::{Key, WORKLOAD};
+use crate::report::compare::read::{self, Record};
+use crate::report::compare::{Source, workload};
+use crate::report::xlsx::Book;
+use crate::report::{COLUMNS, SCHEMA_VERSION, Value};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Endings of the files that lie beside the rows.
+const BESIDE: [&str; 4] = ["steps.csv", "blocks.csv", "profile.csv", "runs.jsonl"];
+
+/// All files of a page.
+#[derive(Debug, Default)]
+pub struct Input {
+    pub files: Vec<FileData>,
+    /// What was left out, for a person.
+    pub notes: Vec<String>,
+}
+
+/// One result file and its neighbours.
+#[derive(Debug)]
+pub struct FileData {
+    /// As short as tells the files apart.
+    pub name: String,
+    pub rows: Vec<Record>,
+    /// By run id; `None` where there is no such file.
+    pub steps: Option<StepsFile>,
+    pub blocks: Option<HashMap<String, Vec<Block>>>,
+    pub parts: Option<Vec<PartTime>>,
+}
+
+/// The rows of one run: one arm or two.
+#[derive(Debug, Clone)]
+pub struct Run<'a> {
+    pub file: &'a FileData,
+    pub sides: Vec<&'a Record>,
+}
+
+/// Runs of one job: they differ in what was captured, in the file or in time.
+#[derive(Debug)]
+pub struct Group<'a> {
+    pub title: String,
+    pub runs: Vec<Run<'a>>,
+}
+
+impl Input {
+    /// Reads every file; with `whole` the steps are kept cell by cell, for a workbook.
+    ///
+    /// # Errors
+    /// One sentence that names the file, and the row and column where there is one.
+    pub fn read(paths: &[PathBuf], whole: bool) -> Result<Self, String> {
+        let mut input = Input::default();
+        let mut taken: Vec<&PathBuf> = Vec::new();
+        for path in paths {
+            if taken.contains(&path) {
+                input.notes.push(format!("{} is given twice: it is read once", path.display()));
+                continue;
+            }
+            if let Some(main) = main_file(path) {
+                if !paths.contains(&main) {
+                    return Err(format!(
+                        "{} lies beside result files and is none: give {}, and it is read too",
+                        path.display(),
+                        main.display()
+                    ));
+                }
+                continue;
+            }
+            taken.push(path);
+        }
+        let names = short_names(&taken);
+        for (path, name) in taken.into_iter().zip(names) {
+            let file = FileData::read(path, name, whole, &mut input.notes)?;
+            input.files.push(file);
+        }
+        Ok(input)
+    }
+
+    /// Runs in the order of the files.
+    pub fn runs(&self) -> Vec<Run<'_>> {
+        let mut runs: Vec<Run> = Vec::new();
+        for file in &self.files {
+            let mut at: HashMap<(&str, &str), usize> = HashMap::new();
+            for row in &file.rows {
+                let key = (row.cell("run_id"), row.cell("repetition"));
+                let index = *at.entry(key).or_insert_with(|| {
+                    runs.push(Run { file, sides: vec![] });
+                    runs.len() - 1
+                });
+                // The same row twice counts once.
+                if !runs[index].sides.iter().any(|r| r.same_cells(row)) {
+                    runs[index].sides.push(row);
+                }
+            }
+        }
+        runs
+    }
+
+    /// The runs by job.
+    pub fn groups(&self) -> Vec<Group<'_>> {
+        let mut groups: Vec<(Key, Vec<Run>)> = Vec::new();
+        for run in self.runs() {
+            let key = run.job();
+            match groups.iter_mut().find(|(k, _)| *k == key) {
+                Some((_, runs)) => runs.push(run),
+                None => groups.push((key, vec![run])),
+            }
+        }
+        let keys: Vec<Key> = groups.iter().map(|(k, _)| k.clone()).collect();
+        groups.into_iter().map(|(key, runs)| Group { title: title(&key, &runs, &keys), runs }).collect()
+    }
+
+    /// Rows and steps as a workbook's.
+    pub fn book(&self) -> Book {
+        let value = |row: &Record, column: &crate::report::Column| {
+            Value::parse(row.cell(column.name), column.kind).unwrap_or(Value::Empty)
+        };
+        let rows = self.files.iter().flat_map(|f| &f.rows);
+        let steps = self.files.iter().filter_map(|f| f.steps.as_ref()).flat_map(|s| s.cells.iter().cloned());
+        Book {
+            rows: rows.map(|row| COLUMNS.iter().map(|c| value(row, c)).collect()).collect(),
+            steps: steps.collect(),
+        }
+    }
+}
+
+impl FileData {
+    fn read(path: &Path, name: String, whole: bool, notes: &mut Vec<String>) -> Result<Self, String> {
+        let source = Source {
+            name: path.display().to_string(),
+            bytes: std::fs::read(path).map_err(|e| e.to_string()),
+        };
+        let rows = read::read(&source)?;
+        rows.iter().try_for_each(check)?;
+        let mut unknown: Vec<&str> =
+            rows[0].columns().filter(|n| !COLUMNS.iter().any(|c| c.name == *n)).collect();
+        unknown.sort_unstable();
+        if !unknown.is_empty() {
+            notes.push(format!(
+                "{}: columns that this mbperf does not know are left out: {}",
+                source.name,
+                unknown.join(", ")
+            ));
+        }
+        let file = FileData {
+            name,
+            rows,
+            steps: beside::steps(path, whole)?,
+            blocks: beside::blocks(path)?,
+            parts: beside::parts(path)?,
+        };
+        Ok(file)
+    }
+}
+
+impl<'a> Run<'a> {
+    /// The first row: what both arms share.
+    pub fn first(&self) -> &'a Record {
+        self.sides[0]
+    }
+
+    pub fn cell(&self, column: &str) -> &'a str {
+        self.first().cell(column)
+    }
+
+    pub fn id(&self) -> &'a str {
+        self.cell("run_id")
+    }
+
+    pub fn is_ok(&self) -> bool {
+        self.sides.iter().all(|r| r.cell("status") == "ok")
+    }
+
+    /// The row of the graph arm.
+    pub fn graph(&self) -> Option<&'a Record> {
+        self.sides.iter().copied().find(|r| r.cell("arm") == "graph")
+    }
+
+    /// A figure that both rows hold.
+    pub fn figure(&self, column: &str) -> Option<f64> {
+        number(self.first(), column)
+    }
+
+    /// What was captured, in a few words.
+    pub fn scope(&self) -> String {
+        let (name, scope) = (self.cell("cuda_graph_impl"), self.cell("cuda_graph_scope"));
+        match (name, scope) {
+            ("none" | "", _) => "no graphs".into(),
+            (name, "") => format!("{name}, each whole layer"),
+            (name, scope) => format!("{name} {scope}"),
+        }
+    }
+
+    /// Of the steps, those of this run.
+    pub fn steps(&self) -> &'a [Step] {
+        self.file.steps.as_ref().and_then(|s| s.runs.get(self.id())).map_or(&[], Vec::as_slice)
+    }
+
+    /// Name of side `at`.
+    pub fn side_name(&self, at: usize) -> String {
+        let row = self.sides[at];
+        format!("{} {}", row.cell("arm"), row.cell("aa")).trim_end().to_owned()
+    }
+
+    /// What makes runs one job: all of the configuration but what is captured and how host time is counted, and the
+    /// machine.
+    fn job(&self) -> Key {
+        const APART: [&str; 5] = ["cuda_graph_impl", "cuda_graph_scope", "host_model", "arm", "aa"];
+        let row = self.first();
+        let cell = |column: &str| match column {
+            WORKLOAD => workload::settings(row.cell("command")).unwrap_or_default(),
+            // The machine takes the place of a column that is ignored anyway.
+            "gpu_target" => [row.cell("gpu_target"), row.cell("device"), row.cell("gpu_name")].join("\u{1}"),
+            _ => row.cell(column).to_owned(),
+        };
+        Key::new(cell, &APART.map(String::from))
+    }
+}
+
+/// A cell as a number; checked on reading, so that `None` means empty.
+pub fn number(row: &Record, column: &str) -> Option<f64> {
+    row.cell(column).parse().ok()
+}
+
+/// What a run is called among `runs`: what was captured, and what else tells it apart.
+pub fn label(run: &Run, runs: &[Run]) -> String {
+    let mut label = run.scope();
+    let differ = |column: &str| runs.iter().any(|r| r.cell(column) != runs[0].cell(column));
+    if differ("host_model") {
+        label += &format!(", host {}", run.cell("host_model"));
+    }
+    if differ("repetition") && !run.cell("repetition").is_empty() {
+        label += &format!(", repetition {}", run.cell("repetition"));
+    }
+    if !run.cell("aa").is_empty() {
+        label += ", an arm against itself";
+    }
+    if runs.iter().any(|r| r.file.name != runs[0].file.name) {
+        label += &format!(", {}", run.file.name);
+    }
+    let same = |r: &&Run| {
+        r.scope() == run.scope()
+            && r.file.name == run.file.name
+            && ["host_model", "repetition", "aa"].iter().all(|c| r.cell(c) == run.cell(c))
+    };
+    let alike: Vec<&Run> = runs.iter().filter(same).collect();
+    if alike.len() > 1
+        && let Some(at) = alike.iter().position(|r| r.id() == run.id())
+    {
+        label += &format!(", run {}", at + 1);
+    }
+    label
+}
+
+/// Heading of a job: recipe, precision, sequence and machine, then what tells it from the others.
+fn title(key: &Key, runs: &[Run], keys: &[Key]) -> String {
+    const SAID: [&str; 6] =
+        ["model_family", "model_recipe", "compute_dtype", "seq_length", "gpu_target", "num_layers"];
+    let first = &runs[0];
+    let machine = match first.cell("gpu_name") {
+        "" => first.cell("device"),
+        name => name,
+    };
+    let mut title = format!("{} {}", first.cell("model_recipe"), first.cell("compute_dtype"));
+    for (column, unit) in [("seq_length", "sequence"), ("num_layers", "layers")] {
+        if !first.cell(column).is_empty() {
+            title += &format!(", {unit} {}", first.cell(column));
+        }
+    }
+    title += &format!(", on {machine}");
+    let telling = key.cells().filter(|(name, cell)| {
+        !SAID.contains(name) && !cell.is_empty() && keys.iter().any(|k| k.get(name) != *cell)
+    });
+    for (name, cell) in telling {
+        title += &match name {
+            WORKLOAD => format!(", {cell}"),
+            _ => format!(", {name} {cell}"),
+        };
+    }
+    title
+}
+
+/// Cells that are drawn must be what their columns hold.
+fn check(row: &Record) -> Result<(), String> {
+    if row.cell("schema_version") != SCHEMA_VERSION.to_string() {
+        let what =
+            format!("version {}; this mbperf reads version {SCHEMA_VERSION}", row.cell("schema_version"));
+        return Err(row.wrong("schema_version", &what));
+    }
+    for column in COLUMNS {
+        let cell = row.cell(column.name);
+        if Value::parse(cell, column.kind).is_none() {
+            return Err(row.wrong(column.name, &format!("{cell:?} is no {}", column.kind.name())));
+        }
+    }
+    Ok(())
+}
+
+/// The result file that a file beside it belongs to.
+fn main_file(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.to_str()?;
+    let name = name.strip_suffix(".gz").unwrap_or(name);
+    let stem = BESIDE.iter().find_map(|end| name.strip_suffix(end)?.strip_suffix('.'))?;
+    Some(path.with_file_name(format!("{stem}.csv")))
+}
+
+/// File names without their folders, where that tells them apart.
+fn short_names(paths: &[&PathBuf]) -> Vec<String> {
+    let short = |p: &PathBuf| p.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let shorts: Vec<String> = paths.iter().map(|p| short(p)).collect();
+    let twice = |s: &String| shorts.iter().filter(|o| *o == s).count() > 1;
+    paths
+        .iter()
+        .zip(&shorts)
+        .map(|(path, short)| if twice(short) { path.display().to_string() } else { short.clone() })
+        .collect()
+}
