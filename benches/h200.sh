@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Every figure under results/h200/, on a machine with a GPU (PyTorch and compute-sanitizer beside it): builds nothing.
-# usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]     parts: selftest qwen llama cold referee sanitizer side ops verdict host_model
+# usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]     parts: selftest qwen llama cold referee sanitizer side ops verdict host_model pages
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/h200}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-selftest qwen llama cold referee sanitizer side ops}
+parts=${*:-selftest qwen llama cold referee sanitizer side ops pages}
 mkdir -p "$out"
 wants() { [[ " $parts " == *" $1 "* ]]; }
 row() { # FILE ARGUMENTS...
@@ -106,5 +106,13 @@ fi
 if wants host_model; then
     echo "== host model against PyTorch"
     benches/host_model_check.sh "$mbperf" "$out"
+fi
+if wants pages; then
+    echo "== pages and workbooks of every result file"
+    for file in "$out"/*.csv; do
+        [ "$(head -c 14 "$file")" = schema_version ] || continue
+        "$mbperf" report "$file" -o "${file%.csv}.html" --xlsx "${file%.csv}.xlsx"
+        echo "exit $?: $(basename "${file%.csv}").html, .xlsx"
+    done
 fi
 rm -f "$out/last.log"

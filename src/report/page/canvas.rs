@@ -300,6 +300,15 @@ impl Scale {
         x >= self.low && x <= self.high
     }
 
+    /// A round step for about so many ticks, and the first and last of its multiples.
+    fn steps(&self, ticks: f64) -> (f64, i64, i64) {
+        let rough = (self.high - self.low) / ticks;
+        let magnitude = 10f64.powf(rough.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * magnitude).into_iter().find(|s| *s >= rough * 0.999);
+        let step = step.unwrap_or(magnitude * 10.0);
+        (step, (self.low / step).ceil() as i64, (self.high / step).floor() as i64)
+    }
+
     /// Round values with their labels, at most `most` (at least 2).
     pub fn ticks(&self, most: usize) -> Vec<(f64, String)> {
         if self.log {
@@ -318,12 +327,11 @@ impl Scale {
                 .map(|v| (v, crate::report::columns::number(v)))
                 .collect();
         }
-        let rough = (self.high - self.low) / most.max(2) as f64;
-        let magnitude = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * magnitude).into_iter().find(|s| *s >= rough * 0.999);
-        let step = step.unwrap_or(magnitude * 10.0);
+        // A wide step may leave a single tick: a finer one then.
+        let finer = [1.0, 2.0, 4.0].map(|f| self.steps(most.max(2) as f64 * f));
+        let found = finer.iter().find(|(_, first, last)| last > first).unwrap_or(&finer[2]);
+        let (step, first, last) = *found;
         let decimals = (-step.log10().floor()).max(0.0) as usize;
-        let (first, last) = ((self.low / step).ceil() as i64, (self.high / step).floor() as i64);
         (first..=last)
             .take(most.max(2) + 2)
             .map(|i| (i as f64 * step, format!("{:.decimals$}", i as f64 * step)))

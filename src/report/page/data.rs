@@ -110,8 +110,9 @@ impl Input {
                 None => groups.push((key, vec![run])),
             }
         }
-        let keys: Vec<Key> = groups.iter().map(|(k, _)| k.clone()).collect();
-        groups.into_iter().map(|(key, runs)| Group { title: title(&key, &runs, &keys), runs }).collect()
+        let titles: Vec<(Key, String)> =
+            groups.iter().map(|(key, runs)| (key.clone(), plain_title(&runs[0]))).collect();
+        groups.into_iter().map(|(key, runs)| Group { title: title(&key, &runs, &titles), runs }).collect()
     }
 
     /// Rows and steps as a workbook's.
@@ -256,24 +257,13 @@ pub fn label(run: &Run, runs: &[Run]) -> String {
     label
 }
 
-/// Heading of a job: recipe, precision, sequence and machine, then what tells it from the others.
-fn title(key: &Key, runs: &[Run], keys: &[Key]) -> String {
-    const SAID: [&str; 6] =
-        ["model_family", "model_recipe", "compute_dtype", "seq_length", "gpu_target", "num_layers"];
-    let first = &runs[0];
-    let machine = match first.cell("gpu_name") {
-        "" => first.cell("device"),
-        name => name,
-    };
-    let mut title = format!("{} {}", first.cell("model_recipe"), first.cell("compute_dtype"));
-    for (column, unit) in [("seq_length", "sequence"), ("num_layers", "layers")] {
-        if !first.cell(column).is_empty() {
-            title += &format!(", {unit} {}", first.cell(column));
-        }
-    }
-    title += &format!(", on {machine}");
+/// Heading of a job: recipe, precision, sequence and machine, then what tells it from others of the same.
+fn title(key: &Key, runs: &[Run], others: &[(Key, String)]) -> String {
+    let mut title = plain_title(&runs[0]);
+    let alike: Vec<&Key> = others.iter().filter(|(_, t)| *t == title).map(|(k, _)| k).collect();
     let telling = key.cells().filter(|(name, cell)| {
-        !SAID.contains(name) && !cell.is_empty() && keys.iter().any(|k| k.get(name) != *cell)
+        // What the machine differs in is in the plain title.
+        *name != "gpu_target" && !cell.is_empty() && alike.iter().any(|k| k.get(name) != *cell)
     });
     for (name, cell) in telling {
         title += &match name {
@@ -282,6 +272,19 @@ fn title(key: &Key, runs: &[Run], keys: &[Key]) -> String {
         };
     }
     title
+}
+
+fn plain_title(first: &Run) -> String {
+    let mut title = format!("{} {}", first.cell("model_recipe"), first.cell("compute_dtype"));
+    for (column, unit) in [("seq_length", "sequence"), ("num_layers", "layers")] {
+        if !first.cell(column).is_empty() {
+            title += &format!(", {unit} {}", first.cell(column));
+        }
+    }
+    match first.cell("gpu_name") {
+        "" => title + ", on " + first.cell("device"),
+        name => title + ", on " + name,
+    }
 }
 
 /// Cells that are drawn must be what their columns hold.

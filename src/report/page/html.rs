@@ -24,6 +24,20 @@ pub fn escape(text: &str) -> String {
     out
 }
 
+/// [`escape`], with options (`--max_time`) as code that is not broken at their hyphens.
+pub fn prose(text: &str) -> String {
+    let word = |word: &str| {
+        let bare = word.trim_matches(|c: char| "().,;".contains(c));
+        let escaped = escape(word);
+        if !bare.starts_with("--") {
+            return escaped;
+        }
+        let bare = escape(bare);
+        escaped.replacen(&bare, &format!("<code>{bare}</code>"), 1)
+    };
+    text.split(' ').map(word).collect::<Vec<_>>().join(" ")
+}
+
 /// A figure in five digits.
 pub fn shown(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
@@ -91,8 +105,9 @@ impl Table {
 
     pub fn html(&self) -> String {
         let mut text = format!(
-            "<div class=scroll tabindex=0 role=region aria-label=\"table: {0}\"><table data-table=\"{0}\"><thead><tr>",
-            escape(self.name)
+            "<div class=scroll tabindex=0 role=region aria-label=\"table: {0}\"><table data-table=\"{0}\"{1}><thead><tr>",
+            escape(self.name),
+            if self.head.first().is_some_and(|h| h == "run") { " class=named" } else { "" }
         );
         for head in &self.head {
             let _ = write!(text, "<th scope=col>{}</th>", escape(head));
@@ -126,6 +141,7 @@ li{margin:.35em 0}
 figure{margin:.6em 0}
 figure svg{display:block;max-width:100%;height:auto}
 .narrow{display:none}
+.narrow svg{width:100%;max-width:440px}
 .legend{display:flex;flex-wrap:wrap;gap:2px 18px;list-style:none;padding:0;margin:.3em 0;font-size:.9rem}
 .legend li{display:flex;align-items:center;gap:6px;margin:0}
 .legend svg{flex:none}
@@ -134,10 +150,10 @@ figure svg{display:block;max-width:100%;height:auto}
 table{border-collapse:collapse;font-size:.86rem;line-height:1.35;overflow-wrap:normal}
 th,td{border-bottom:1px solid #c8c8c8;padding:3px 10px 3px 0;text-align:left;vertical-align:top}
 th{border-bottom:2px solid #1a1a1a;vertical-align:bottom;font-weight:600}
-td:first-child{min-width:9em}
+.named td:first-child{min-width:9em}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .e{text-align:right;color:#555}
-code{font-size:.86rem}
+code{font-size:.92em;white-space:nowrap}
 @media (max-width:640px){.wide{display:none}.narrow{display:block}body{padding:12px}}
 @media print{
 @page{margin:14mm 12mm}
@@ -148,7 +164,7 @@ h2,h3{break-after:avoid}
 .scroll{overflow:visible}
 table{font-size:7.5pt}
 th,td{padding-right:6px}
-td:first-child{min-width:0}
+.named td:first-child{min-width:0}
 }
 ";
 
@@ -170,6 +186,7 @@ mod tests {
 
     #[test]
     fn nothing_from_a_file_is_markup() {
+        assert_eq!(prose("<i> (--a_b). x"), "&lt;i&gt; (<code>--a_b</code>). x");
         assert_eq!(escape("<a href='x'>\"&\u{0}"), "&lt;a href=&#39;x&#39;&gt;&quot;&amp; ");
     }
 }

@@ -12,7 +12,7 @@ mod scatter;
 mod steps;
 mod verdict;
 
-use data::{Group, Input, Run, label};
+use data::{Group, Input, label};
 use html::{Cell, STYLE, Table, escape};
 use std::fmt::Write;
 
@@ -125,6 +125,7 @@ fn about(input: &Input, groups: &[Group]) -> String {
     let mut table = Table::new(
         "runs",
         &[
+            "run",
             "run_id",
             "file",
             "started",
@@ -137,11 +138,11 @@ fn about(input: &Input, groups: &[Group]) -> String {
             "command",
         ],
     );
-    let runs: Vec<&Run> = groups.iter().flat_map(|g| &g.runs).collect();
-    for run in runs {
+    for (group, run) in groups.iter().flat_map(|g| g.runs.iter().map(move |r| (g, r))) {
         let text = |column: &str| Cell::text(run.cell(column));
         let version = [run.cell("mbperf_version"), run.cell("git_commit").get(..7).unwrap_or_default()];
         table.rows.push(vec![
+            Cell::text(format!("{}: {}", group.title, label(run, &group.runs))),
             text("run_id"),
             Cell::text(&run.file.name),
             text("started_at"),

@@ -36,25 +36,13 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
     let mut rows = Vec::new();
     let mut table = Table::new(
         "gain",
-        &[
-            "run",
-            "run_id",
-            "verdict",
-            "speedup",
-            "low",
-            "high",
-            "pairs",
-            "modelled",
-            "low",
-            "high",
-            "host model",
-        ],
+        &["run", "verdict", "speedup", "low", "high", "pairs", "modelled", "low", "high", "host model"],
     );
     let mut margins: Vec<f64> = Vec::new();
     for group in groups {
+        let mut heading = (groups.len() > 1).then(|| Row { label: group.title.clone(), lines: vec![] });
         for run in group.runs.iter().filter(|r| r.is_ok() && r.sides.len() > 1 && r.cell("device") != "cpu") {
             let name = label(run, &group.runs);
-            let name = if groups.len() > 1 { format!("{}: {name}", group.title) } else { name };
             let of = |n: &str| run.figure(n);
             let interval = |name: &str| of(&format!("{name}_ci95_low")).zip(of(&format!("{name}_ci95_high")));
             let mut lines = vec![mark("bare", BARE, of("speedup"), interval("speedup"))];
@@ -68,8 +56,7 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
             let text = |column: &str| Cell::text(run.cell(column));
             let figure = |column: &str| Cell::of(run.cell(column));
             table.rows.push(vec![
-                Cell::text(&name),
-                text("run_id"),
+                Cell::text(if groups.len() > 1 { format!("{}: {name}", group.title) } else { name.clone() }),
                 text("verdict"),
                 figure("speedup"),
                 figure("speedup_ci95_low"),
@@ -80,6 +67,7 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
                 figure("speedup_modelled_ci95_high"),
                 text("host_model"),
             ]);
+            rows.extend(heading.take());
             rows.push(Row { label: name, lines });
         }
     }

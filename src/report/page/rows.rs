@@ -5,6 +5,8 @@ use super::canvas::{
     Align, Canvas, Fill, GREY, GRID, INK, Look, SHADE, SIZES, Scale, Size, TEXT, draw, text_width, wrap,
 };
 
+use plotters::style::WHITE;
+
 /// Height of a line of text or of a figure.
 const LINE: f64 = 19.0;
 /// Space above a row's label, and at the picture's edges.
@@ -31,7 +33,7 @@ pub struct RowPlot {
     pub rows: Vec<Row>,
 }
 
-/// A labelled group of lines.
+/// A labelled group of lines; without any it is a heading.
 #[derive(Debug, Clone)]
 pub struct Row {
     pub label: String,
@@ -89,6 +91,11 @@ impl RowPlot {
                         y += LINE;
                     }
                 }
+                if row.lines.is_empty() {
+                    // A heading.
+                    c.rect((0.0, y), (size.width, y + GAP), WHITE);
+                    c.line(&[(0.0, y), (size.width, y)], INK, 0.75, false);
+                }
                 for line in &row.lines {
                     let middle = y + LINE / 2.0;
                     c.text(&line.name, (0.0, middle), INK, Align::Left);
@@ -113,8 +120,13 @@ impl RowPlot {
         if let Some((at, margin)) = self.no_change {
             values.extend([at - margin * 1.5, at + margin * 1.5]);
         }
-        let low = values.iter().copied().fold(f64::INFINITY, f64::min);
-        let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if self.kind == Kind::Marks {
+            // No mark lies on the edge.
+            let (low, high) = ends(&values);
+            let pad = (high - low) * 0.04;
+            values.extend([low - pad, high + pad]);
+        }
+        let (low, high) = ends(&values);
         if low.is_finite() && high.is_finite() {
             Scale::new(low, high, pixels)
         } else {
@@ -157,7 +169,7 @@ impl RowPlot {
     }
 
     fn figure(&self, c: &mut Canvas, scale: &Scale, line: &Line, y: f64) {
-        let Some(value) = line.value else { return };
+        let Some(value) = line.value.filter(|v| self.kind == Kind::Marks || *v > 0.0) else { return };
         const HALF: f64 = 6.0;
         match self.kind {
             Kind::Bars => {
@@ -188,7 +200,9 @@ impl RowPlot {
     }
 }
 
-use plotters::style::WHITE;
+fn ends(values: &[f64]) -> (f64, f64) {
+    values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(*x), high.max(*x)))
+}
 
 fn is_blank(label: &[String]) -> bool {
     label.iter().all(String::is_empty)

@@ -7,6 +7,7 @@ use super::data::{Group, Run, label, number};
 use super::figure::Figure;
 use super::html::{Cell, Table, shown};
 use crate::measure::stats::median;
+use plotters::style::WHITE;
 
 const PLOT: f64 = 230.0;
 const HEAD: f64 = 24.0;
@@ -85,15 +86,16 @@ pub fn frontier(group: &Group) -> Option<Figure> {
             Cell::text(if p.on_frontier { "yes" } else { "no" }),
         ]);
     }
-    let mut notes = vec![
-        "Numbers are the table's lines; 0 is eager. The dashed line joins what nothing else beats in both gain and memory. Points whose intervals overlap are not told apart by these data.".to_owned(),
-    ];
+    let mut notes = vec![];
+    if !points.is_empty() {
+        notes.push("Numbers are the table's lines; 0 is eager. The dashed line joins what nothing else beats in both gain and memory. Points whose intervals overlap are not told apart by these data.".to_owned());
+    }
     if points.iter().any(|p| p.interval.is_none()) {
         notes.push("A hollow mark has no interval.".into());
     }
     if left_out > 0 {
         notes.push(format!(
-            "{left_out} of {} runs are not drawn: they failed or have no speedup.",
+            "{left_out} of {} runs are not drawn: a speedup or a figure of memory is missing.",
             with_graphs.len()
         ));
     }
@@ -117,7 +119,7 @@ fn point(run: &Run, runs: &[Run]) -> Option<Point> {
     let interval = run.figure("speedup_ci95_low").zip(run.figure("speedup_ci95_high"));
     Some(Point {
         name: label(run, runs),
-        memory_mib: number(graph, "peak_memory_mib")? + number(graph, "graph_memory_mib").unwrap_or(0.0)
+        memory_mib: number(graph, "peak_memory_mib")? + number(graph, "graph_memory_mib")?
             - number(eager, "peak_memory_mib")?,
         gain: percent(run.figure("speedup")?),
         interval: interval.map(|(low, high)| (percent(low), percent(high))),
@@ -166,6 +168,9 @@ fn draw_frontier(points: &[Point]) -> [String; 2] {
             c.mark((x.at(0.0), y.at(0.0)), 4.5, Look::new(INK, Shape::Square));
             let places: Vec<(f64, f64)> = marks.iter().map(|(mx, my)| (x.at(*mx), y.at(*my))).collect();
             for (number, place) in numbers(&places, size.width).into_iter().enumerate() {
+                // Lines behind a number would cross it.
+                let half = text_width(&number.to_string(), TEXT) / 2.0;
+                c.rect((place.0 - half, place.1 - 6.0), (place.0 + half, place.1 + 6.0), WHITE);
                 c.text(&number.to_string(), place, INK, Align::Middle);
             }
         })

@@ -25,8 +25,12 @@ const MARGIN: f64 = 58.0;
 const BEFORE_PART: f64 = 0.36;
 /// Times further apart than this are drawn on a logarithmic axis.
 const LOG_FROM: f64 = 8.0;
-/// Above so many counted steps the axis covers the middle 98 % of them, and the rest lies at its edge.
+/// Above so many counted steps the axis covers the middle 98 % of them and half of their range on either side (a
+/// normal distribution whole), and the rest lies at its edge.
 const TRIM_FROM: usize = 200;
+const TRIM_REACH: f64 = 0.5;
+/// Of a panel that is not drawn whole, pixels that share a dot at the edge, so that dots are seen there and no bar.
+const EDGE_SPREAD: f64 = 8.0;
 
 /// A dot.
 #[derive(Debug, Clone, Copy)]
@@ -187,10 +191,16 @@ fn range(panel: &Panel) -> (f64, f64) {
         times = panel.dots.iter().map(|d| d.ms).collect();
     }
     times.sort_by(f64::total_cmp);
-    let cut = if panel.timed && times.len() > TRIM_FROM { times.len() / 100 } else { 0 };
-    let medians = panel.medians.iter().flatten().copied();
-    let low = medians.clone().fold(times[cut], f64::min);
-    let high = medians.fold(times[times.len() - 1 - cut], f64::max);
+    let (mut low, mut high) = (times[0], times[times.len() - 1]);
+    if panel.timed && times.len() > TRIM_FROM {
+        let cut = times.len() / 100;
+        let (from, to) = (times[cut], times[times.len() - 1 - cut]);
+        let reach = (to - from) * TRIM_REACH;
+        (low, high) = (low.max(from - reach), high.min(to + reach));
+    }
+    for median in panel.medians.iter().flatten() {
+        (low, high) = (low.min(*median), high.max(*median));
+    }
     (low, high)
 }
 
@@ -242,7 +252,11 @@ fn paint(c: &mut Canvas, panel: &Panel, (left, top, right, bottom): (f64, f64, f
             c.line(&[(left, y.at(*ms)), (right, y.at(*ms))], look.color, 1.25, look.dashed);
         }
     }
-    let kept = thin(&panel.dots, |d| x.at((d.from + d.to) / 2.0), spread);
+    let pixel = |d: &Dot| {
+        let share = if y.holds(d.ms) { spread } else { spread.max(EDGE_SPREAD) };
+        (x.at((d.from + d.to) / 2.0) / share) as i64
+    };
+    let kept = thin(&panel.dots, pixel);
     let radius = match kept.len() {
         0..=60 => 3.6,
         61..=400 => 2.6,
@@ -310,14 +324,14 @@ fn letter(number: usize) -> String {
     if number < 26 { last.to_string() } else { format!("{}{last}", letter(number / 26 - 1)) }
 }
 
-/// The lowest and the highest dot of each bucket of `spread` pixels, of each side, counted and not.
-fn thin(dots: &[Dot], x: impl Fn(&Dot) -> f64, spread: f64) -> Vec<&Dot> {
+/// The lowest and the highest dot of each bucket, of each side, counted and not; all of them where they are few.
+fn thin(dots: &[Dot], bucket: impl Fn(&Dot) -> i64) -> Vec<&Dot> {
     if dots.len() <= ALL_DRAWN {
         return dots.iter().collect();
     }
     let mut buckets: HashMap<(usize, bool, i64), (usize, usize)> = HashMap::new();
     for (at, dot) in dots.iter().enumerate() {
-        let key = (dot.side, dot.phase.counts(), (x(dot) / spread.max(1.0)) as i64);
+        let key = (dot.side, dot.phase.counts(), bucket(dot));
         let (low, high) = buckets.entry(key).or_insert((at, at));
         if dot.ms < dots[*low].ms {
             *low = at;
@@ -393,12 +407,12 @@ mod tests {
     #[test]
     fn thinning_keeps_the_extremes_and_bounds_the_rest() {
         let all = dots(100_000);
-        let kept = thin(&all, |d| d.from / 100_000.0 * 500.0, 1.0);
+        let kept = thin(&all, |d| (d.from / 100_000.0 * 500.0) as i64);
         assert!(kept.len() <= 500 * 2 * 4 && kept.len() > 500, "{}", kept.len());
         let most = |d: &[&Dot]| d.iter().map(|d| d.ms).fold(0.0, f64::max);
         assert_eq!(most(&kept), 900.0);
         assert!(kept.windows(2).all(|w| w[0].from < w[1].from));
-        assert_eq!(thin(&all[..100], |d| d.from, 1.0).len(), 100);
+        assert_eq!(thin(&all[..100], |_| 0).len(), 100);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The top of the page: what the files say in plain words, and what they do not say.
 
 use super::data::{Group, Run, label, number};
-use super::html::{escape, shown};
+use super::html::{escape, prose, shown};
 use std::fmt::Write;
 
 /// Runs that are told one by one; the tables hold the rest.
@@ -23,7 +23,7 @@ pub fn html(groups: &[Group]) -> String {
                 text,
                 "<li>{}: <span class=word>{word}</span> {}</li>",
                 escape(&label(run, &group.runs)),
-                escape(&sentence)
+                prose(&sentence)
             );
             told += 1;
         }
@@ -42,7 +42,7 @@ pub fn html(groups: &[Group]) -> String {
         } else {
             format!(" ({of} of {} runs)", runs.len())
         };
-        let _ = writeln!(text, "<li>{}{which}</li>", escape(what));
+        let _ = writeln!(text, "<li>{}{which}</li>", prose(what));
     }
     if unknown.is_empty() {
         text += "<li>Nothing that these files would show.</li>\n";

@@ -1,0 +1,379 @@
+//! `mbperf report` through the binary: the page's figures are the files', whatever the files hold.
+#![allow(clippy::unwrap_used)]
+
+#[path = "common/binary.rs"]
+mod binary;
+#[path = "common/pages.rs"]
+mod pages;
+#[path = "common/results.rs"]
+mod results;
+
+use binary::{fails, names, run, text};
+use pages::{Page, page, steps_file};
+use results::Results;
+use std::fs;
+use std::path::Path;
+use tempfile::tempdir;
+
+const H200: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/results/h200");
+
+/// Rows of a CSV by column name.
+fn rows(path: &Path) -> Vec<csv::StringRecord> {
+    let mut rows = binary::records(&fs::read(path).unwrap());
+    rows.remove(0);
+    rows
+}
+
+fn at(column: &str) -> usize {
+    Results::default().at(column)
+}
+
+/// Cells of these columns in every row of the files, sorted.
+fn cells(files: &[&Path], columns: &[&str], wanted: impl Fn(&csv::StringRecord) -> bool) -> Vec<Vec<String>> {
+    let all = files.iter().flat_map(|f| rows(f));
+    let mut cells: Vec<Vec<String>> =
+        all.filter(wanted).map(|row| columns.iter().map(|c| row[at(c)].to_owned()).collect()).collect();
+    cells.sort();
+    cells
+}
+
+#[test]
+fn the_pages_figures_are_the_files() {
+    let dir = tempdir().unwrap();
+    let paths = ["llama3_8b.csv", "qwen3_30b_a3b.csv"].map(|f| Path::new(H200).join(f));
+    let files = [paths[0].as_path(), paths[1].as_path()];
+    let page = page(dir.path(), &format!("{} {}", files[0].display(), files[1].display()));
+    page.needs_nothing();
+    let is_ok = |row: &csv::StringRecord| &row[at("status")] == "ok";
+    for (table, skip, columns) in [
+        (
+            "step_time",
+            1,
+            vec![
+                "arm",
+                "step_time_ms_median",
+                "step_time_ms_ci95_low",
+                "step_time_ms_ci95_high",
+                "step_time_ms_p05",
+                "step_time_ms_p95",
+                "steps_steady",
+                "step_time_ms_sync_median",
+            ],
+        ),
+        (
+            "host_device",
+            1,
+            vec![
+                "arm",
+                "host_submit_ms_median",
+                "host_wait_ms_median",
+                "device_span_ms_median",
+                "device_busy_ms",
+                "launch_bound_fraction",
+                "launches_per_step",
+                "host_submit_ms_sync_median",
+            ],
+        ),
+        (
+            "memory",
+            1,
+            vec![
+                "arm",
+                "peak_memory_mib",
+                "graph_memory_mib",
+                "memory_used_mib",
+                "gpu_memory_mib",
+                "memory_source",
+            ],
+        ),
+        (
+            "clocks",
+            1,
+            vec!["arm", "sm_clock_mhz_median", "temperature_c_max", "power_w_median", "power_limit_w"],
+        ),
+    ] {
+        assert_eq!(page.cells(table, skip, columns.len()), cells(&files, &columns, is_ok), "{table}");
+    }
+    let graphs = |row: &csv::StringRecord| &row[at("arm")] == "graph";
+    let gain = ["verdict", "speedup", "speedup_ci95_low", "speedup_ci95_high", "pairs", "speedup_modelled"];
+    assert_eq!(page.cells("gain", 1, gain.len()), cells(&files, &gain, graphs));
+    let of_runs = ["run_id"];
+    assert_eq!(page.cells("runs", 1, 1), cells(&files, &of_runs, graphs));
+    // Every verdict is told at the top.
+    let (top, _) = page.html.split_once("</section>").unwrap();
+    assert_eq!(top.matches("not decided").count(), 13);
+    for missing in ["stand-ins", "precision_aware_optimizer", "lower bound", "sw_power_cap"] {
+        assert!(top.contains(missing), "{missing}");
+    }
+}
+
+#[test]
+fn every_step_is_counted_and_those_left_out_are_said_to_be() {
+    let dir = tempdir().unwrap();
+    let page = page(dir.path(), &format!("{H200}/qwen3_30b_a3b.csv"));
+    let file = fs::File::open(format!("{H200}/qwen3_30b_a3b.steps.csv.gz")).unwrap();
+    let mut reader = csv::Reader::from_reader(flate2::read::GzDecoder::new(file));
+    let steps: Vec<csv::StringRecord> = reader.records().map(Result::unwrap).collect();
+    let number = |cell: &str| cell.parse::<f64>().unwrap();
+    let counted: f64 = page.table("steps").iter().filter(|r| !r[3].is_empty()).map(|r| number(&r[3])).sum();
+    assert_eq!(counted as usize, steps.len());
+    // Of every run and arm: steady steps, their number, lowest and highest.
+    let of_page = |wanted: &str| -> Vec<[f64; 3]> {
+        let rows = page.table("steps").into_iter().filter(|r| r[7] == wanted && !r[3].is_empty());
+        rows.map(|r| [number(&r[3]), number(&r[4]), number(&r[6])]).collect()
+    };
+    let mut of_file: Vec<[f64; 3]> = Vec::new();
+    for row in rows(Path::new(&format!("{H200}/qwen3_30b_a3b.csv"))) {
+        let walls = steps
+            .iter()
+            .filter(|s| s[0] == row[at("run_id")] && s[3] == row[at("arm")] && &s[5] == "steady")
+            .map(|s| number(&s[11]));
+        let walls: Vec<f64> = walls.collect();
+        assert_eq!(walls.len(), number(&row[at("steps_steady")]) as usize);
+        of_file.push([
+            walls.len() as f64,
+            walls.iter().copied().fold(f64::INFINITY, f64::min),
+            walls.iter().copied().fold(0.0, f64::max),
+        ]);
+    }
+    assert_eq!(of_page("yes"), of_file);
+    assert_eq!(
+        of_page("yes").len() + of_page("no").len(),
+        page.table("steps").iter().filter(|r| !r[3].is_empty()).count()
+    );
+    // The one-off cost of the graphs stands among the steps that do not count.
+    let one_off: Vec<f64> =
+        page.table("steps").iter().filter(|r| r[1].starts_with("capture")).map(|r| number(&r[5])).collect();
+    let graph = rows(Path::new(&format!("{H200}/qwen3_30b_a3b.csv")));
+    let costs: Vec<f64> = graph
+        .iter()
+        .filter(|r| &r[at("arm")] == "graph")
+        .map(|r| ["capture_ms", "instantiate_ms", "upload_ms"].map(|c| number(&r[at(c)])).iter().sum())
+        .collect();
+    assert_eq!(one_off.len(), 5);
+    assert!(one_off.iter().zip(&costs).all(|(a, b)| (a / b - 1.0).abs() < 1e-6), "{one_off:?} {costs:?}");
+    // Each step is a dot, in both sizes: no panel here is thinned.
+    let dots = |class: &str| -> usize {
+        let pictures =
+            page.html.match_indices("Every step: ").filter(|(at, _)| page.html[at - 4..*at] == *"<h3>");
+        pictures
+            .map(|(from, _)| {
+                let from = from + page.html[from..].find(&format!("<div class={class}>")).unwrap();
+                let svg = &page.html[from..from + page.html[from..].find("</svg>").unwrap()];
+                // Hollow diamonds are polylines of five points and a width that lines of the grid have not.
+                svg.matches("<circle").count() + svg.matches("<polygon").count() + hollow_diamonds(svg)
+            })
+            .sum()
+    };
+    assert_eq!((dots("wide"), dots("narrow")), (steps.len(), steps.len()));
+}
+
+fn hollow_diamonds(svg: &str) -> usize {
+    let points = |line: &str| {
+        line.split("points=\"").nth(1).map(|p| p.split('"').next().unwrap().split_whitespace().count())
+    };
+    svg.lines().filter(|l| l.contains("<polyline") && points(l) == Some(5)).count()
+}
+
+#[test]
+fn failed_rows_one_arm_and_a_cpu_make_pages_too() {
+    let dir = tempdir().unwrap();
+    let reason = "capture failed: <b>out & about</b>\nnext line";
+    let failed = Results::one()
+        .with("status", "failed")
+        .with("status_reason", reason)
+        .with("step_time_ms_median", "")
+        .with("speedup", "")
+        .with("speedup_ci95_low", "")
+        .with("speedup_ci95_high", "");
+    failed.save(dir.path(), "failed.csv");
+    let page_of = |files: &str| page(dir.path(), files);
+    let html = page_of("failed.csv").html;
+    assert!(html.contains("capture failed: &lt;b&gt;out &amp; about&lt;/b&gt; next line"), "{html}");
+    assert!(html.contains("1 of 1 runs failed or were skipped"));
+
+    let mut one_arm = Results::one().with("cuda_graph_impl", "none").with("speedup", "");
+    one_arm.rows.truncate(1);
+    one_arm.save(dir.path(), "one.csv");
+    let page = page_of("one.csv");
+    assert!(page.html.contains("There is nothing to compare; a step took 100 ms"));
+    assert!(page.table("gain").is_empty());
+    assert_eq!(page.table("step_time").len(), 1);
+
+    Results::one().with("device", "cpu").with("gpu_name", "").save(dir.path(), "cpu.csv");
+    assert!(page_of("cpu.csv").html.contains("times say nothing about a GPU"));
+    // All of them, and a failed run between two that are well.
+    let mixed = Results::one()
+        .and(failed.with("run_id", "second"))
+        .and(Results::default().run("third", 90.0, 1.3, 0.01));
+    mixed.save(dir.path(), "mixed.csv");
+    let page = page_of("failed.csv one.csv cpu.csv mixed.csv");
+    page.needs_nothing();
+    assert_eq!(page.table("runs").len(), 6);
+    assert!(!page.html.contains("NaN") && !page.html.contains("inf "));
+}
+
+#[test]
+fn one_step_and_a_hundred_thousand() {
+    let dir = tempdir().unwrap();
+    Results::one().save(dir.path(), "x.csv");
+    fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 1)).unwrap();
+    let few = page(dir.path(), "x.csv");
+    assert_eq!(few.table("steps").len(), 1);
+    assert!(!few.html.contains("too many to draw"));
+    fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 100_000)).unwrap();
+    let many = page(dir.path(), "x.csv");
+    assert!(many.html.contains("100000 steps are too many to draw each"));
+    let counted: f64 = many.table("steps").iter().filter_map(|r| r[3].parse::<f64>().ok()).sum();
+    assert_eq!(counted, 100_000.0);
+    // Bounded by the width of the picture, not by the steps.
+    assert!(many.html.len() < 1_000_000, "{} bytes", many.html.len());
+    let more = {
+        fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 30_000)).unwrap();
+        page(dir.path(), "x.csv").html.len()
+    };
+    assert!(many.html.len() < more * 5 / 4, "{} and {more} bytes", many.html.len());
+}
+
+#[test]
+fn a_sweep_has_a_frontier_and_files_stand_side_by_side() {
+    let dir = tempdir().unwrap();
+    let scope = |id: &str, scope: &str, speedup: f64, mib: &str| {
+        let mut run = Results::default().run(id, 100.0, speedup, 0.002);
+        let (peak, name) = (run.at("peak_memory_mib"), run.at("cuda_graph_scope"));
+        run.rows[1][peak] = mib.into();
+        run.rows.iter_mut().for_each(|r| r[name] = scope.into());
+        run
+    };
+    let sweep = scope("a", "attn", 1.05, "40100")
+        .and(scope("b", "attn+mlp", 1.10, "40400"))
+        .and(scope("c", "mlp", 1.02, "40300"));
+    sweep.save(dir.path(), "sweep.csv");
+    sweep.with("run_id", "other").save(dir.path(), "later.csv");
+    let one = page(dir.path(), "sweep.csv");
+    let frontier = one.table("frontier");
+    let of = |name: &str| frontier.iter().find(|r| r[1].ends_with(name)).unwrap();
+    assert_eq!(of(" attn")[2..4], ["200", "5"]);
+    assert_eq!([&of(" attn")[6], &of("attn+mlp")[6], &of(" mlp")[6]], ["yes", "yes", "no"]);
+    Results::default().run("z", 80.0, 1.2, 0.003).save(dir.path(), "later.csv");
+    let both = page(dir.path(), "sweep.csv later.csv");
+    assert_eq!(both.table("step_time").len(), 8);
+    assert!(both.table("gain").iter().any(|r| r[0].ends_with(", later")));
+    assert!(both.table("gain").iter().any(|r| r[0].ends_with(", sweep")));
+}
+
+#[test]
+fn a_profile_beside_the_rows_is_drawn() {
+    let dir = tempdir().unwrap();
+    Results::one().save(dir.path(), "x.csv");
+    assert!(page(dir.path(), "x.csv").html.contains("these runs were not profiled"));
+    let profile = "run_id,arm,part,kernel,launches,device_ms\r\n\
+        base-1,eager,attn,k1,4,10.5\r\nbase-1,eager,attn,k2,2,1.5\r\nbase-1,eager,mlp,k1,4,28\r\n\
+        base-1,graph,mlp,k1,4,27\r\nother,eager,mlp,k1,4,1000\r\n";
+    fs::write(dir.path().join("x.profile.csv"), profile).unwrap();
+    let page = page(dir.path(), "x.csv");
+    assert!(!page.html.contains("not profiled"));
+    let rows: Vec<Vec<String>> = page.table("parts").iter().map(|r| r.to_vec()).collect();
+    assert_eq!(rows[0], ["mlp", "eager", "28", "0.7", "4"]);
+    assert_eq!(rows[1][..3], ["mlp", "graph", "27"]);
+    assert_eq!(rows[2], ["attn", "eager", "12", "0.3", "6"]);
+    assert_eq!(rows[3], ["attn", "graph", "", "", ""]);
+}
+
+#[test]
+fn nothing_from_a_file_acts() {
+    let dir = tempdir().unwrap();
+    let evil = "<script>alert('x')</script><img src=http://e.example/x onerror=alert(1)>\"'&";
+    let mut results = Results::one();
+    for column in mbperf::report::COLUMNS {
+        let kept = ["run_id", "status", "arm", "schema_version", "device"];
+        if column.kind == mbperf::report::columns::Kind::Text && !kept.contains(&column.name) {
+            results = results.with(column.name, evil);
+        }
+    }
+    results.save(dir.path(), "<b>x.csv");
+    let page = page(dir.path(), "<b>x.csv");
+    page.needs_nothing();
+    assert!(page.html.contains("&lt;script&gt;") && !page.html.contains("<b>x"));
+}
+
+#[test]
+fn files_that_cannot_be_read_or_written_are_told() {
+    let dir = tempdir().unwrap();
+    let folder = dir.path();
+    let write = |name: &str, bytes: &[u8]| fs::write(folder.join(name), bytes).unwrap();
+    let good = Results::one();
+    good.save(folder, "good.csv");
+    let bytes = good.bytes();
+    write("empty.csv", b"");
+    write("foreign.csv", b"a,b\r\n1,2\r\n");
+    write("header.csv", &bytes[..bytes.iter().position(|b| *b == b'\n').unwrap() + 1]);
+    write("half.csv", &bytes[..bytes.len() - 40]);
+    write("binary.csv", &[0xff, 0xfe, 0, 1, 2, b'\n', 0xff]);
+    good.clone().with("step_time_ms_median", "fast").save(folder, "text.csv");
+    good.clone().with("step_time_ms_median", "NaN").save(folder, "nan.csv");
+    good.clone().with("digest_match", "maybe").save(folder, "bool.csv");
+    good.clone().with("schema_version", "2").save(folder, "later.csv");
+    for (name, steps) in [
+        ("steps", "x,y\r\n"),
+        ("phase", &steps_file("base-1", 3).replace("steady", "steadily")),
+        ("wall", &steps_file("base-1", 3).replace(",5,", ",?,")),
+    ] {
+        good.save(folder, &format!("{name}.csv"));
+        write(&format!("{name}.steps.csv"), steps.as_bytes());
+    }
+    fs::create_dir(folder.join("dir.csv")).unwrap();
+    let before = names(folder);
+    for (files, said) in [
+        ("none.csv", "none.csv"),
+        ("empty.csv", "is empty"),
+        ("foreign.csv", "no column schema_version"),
+        ("header.csv", "holds no row"),
+        ("half.csv", "half.csv"),
+        ("binary.csv", "binary.csv"),
+        ("text.csv", "step_time_ms_median"),
+        ("nan.csv", "step_time_ms_median"),
+        ("bool.csv", "digest_match"),
+        ("later.csv", "version 2"),
+        ("dir.csv", "dir.csv"),
+        ("steps.csv", "steps.steps.csv"),
+        ("phase.csv", "column phase"),
+        ("wall.csv", "column wall_ms"),
+        ("good.csv foreign.csv", "foreign.csv"),
+        ("phase.steps.csv", "give phase.csv"),
+    ] {
+        let message = fails(folder, &format!("report {files} -o page.html --xlsx book.xlsx"), 2);
+        assert!(message.contains(said), "{files}: {message}");
+        assert_eq!(names(folder), before, "{files}");
+    }
+    for (outputs, said) in [
+        ("-o good.csv", "good.csv is there and is no page"),
+        ("--xlsx good.csv", "is no workbook"),
+        ("-o dir.csv", "directory"),
+        ("-o no/page.html", "the folder no does not exist"),
+        ("-o x --xlsx x", "two files"),
+        ("", "--output"),
+    ] {
+        let message = fails(folder, &format!("report good.csv {outputs}"), 2);
+        assert!(message.contains(said), "{outputs}: {message}");
+        assert_eq!(
+            (names(folder), fs::read(folder.join("good.csv")).unwrap()),
+            (before.clone(), bytes.clone())
+        );
+    }
+    if Path::new("/dev/full").exists() {
+        for outputs in ["-o /dev/full", "--xlsx /dev/full"] {
+            assert!(fails(folder, &format!("report good.csv {outputs}"), 1).contains("No space left"));
+        }
+    }
+    // Files beside it come with the others of a folder's *.csv; a page is replaced.
+    write("good.steps.csv", steps_file("base-1", 3).as_bytes());
+    for _ in 0..2 {
+        let output = run(folder, "report good.csv good.steps.csv -o page.html");
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    }
+    let page = Page { html: fs::read_to_string(folder.join("page.html")).unwrap() };
+    assert_eq!(page.table("runs").len(), 1);
+    let output = run(folder, "report good.csv -o -");
+    assert!(text(&output.stdout).starts_with("<!DOCTYPE html>") && output.stderr.is_empty());
+}
