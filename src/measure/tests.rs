@@ -529,7 +529,7 @@ fn the_host_model_has_blocks_of_its_own_and_leaves_the_bare_figures_alone() {
     assert!(near(eager.host_ms_modelled, 24.0) && near(graph.host_ms_modelled, 2.0));
     assert!(near(outcome.speedup_modelled, 3.0));
     let (low, high) = outcome.speedup_modelled_ci95.unwrap();
-    assert!(low <= 3.0 && 3.0 <= high + 1e-9 && outcome.pairs_modelled >= 20);
+    assert!(low <= 3.0 + 1e-9 && 3.0 <= high + 1e-9 && outcome.pairs_modelled >= 20);
     // Neither the bare figures nor their verdict know of it.
     assert!(near(outcome.speedup, bare.speedup.unwrap()) && near(eager.step_time_ms, 10.0));
     assert_eq!(outcome.verdict, bare.verdict);
@@ -706,12 +706,13 @@ fn two_percent_are_found() {
 #[test]
 #[ignore = "the long version of the two tests above; prints rates"]
 fn rates_over_a_thousand_runs() {
-    let kinds: [Kind; 5] = [
+    let kinds: [Kind; 6] = [
         ("white", |seed| Noise::seeded(seed).white(0.005)),
         ("autocorrelated", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.9)),
         ("slow", |seed| Noise::seeded(seed).autocorrelated(0.005, 0.98)),
         ("drifting", |seed| Noise::seeded(seed).autocorrelated(0.003, 0.7).drift_per_s(0.002)),
         ("two modes", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.02)),
+        ("two modes, often", |seed| Noise::seeded(seed).white(0.002).modes(0.02, 0.1)),
     ];
     for (name, noise) in kinds {
         for ratio in [1.0, 1.02] {
@@ -723,8 +724,7 @@ fn rates_over_a_thousand_runs() {
             let right = if ratio == 1.0 { equivalent } else { faster };
             let wrong = if ratio == 1.0 { faster + slower } else { slower };
             assert!(wrong <= 10 && right >= 950, "{name} x{ratio}");
-            // 93 to 97 % is the aim; two modes of 2 % give intervals that are a little too wide.
-            assert!((930..=980).contains(&hits), "{name} x{ratio}: {hits}");
+            assert!((930..=970).contains(&hits), "{name} x{ratio}: {hits}");
         }
     }
 }
