@@ -153,6 +153,9 @@ pub struct SelftestArgs {
     /// Leave out checks whose name holds this
     #[arg(long, value_name = "TEXT")]
     pub except: Option<String>,
+    /// Small shapes and few steps only: for an emulated GPU (tests/emulated_cuda)
+    #[arg(long, hide = true)]
+    pub small: bool,
     /// Folder of compiled kernels
     #[arg(long, value_name = "DIR")]
     pub kernel_cache: Option<PathBuf>,

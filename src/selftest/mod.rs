@@ -53,10 +53,15 @@ impl Log<'_> {
 pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> bool {
     let mut log = Log { out, only: args.only.clone(), except: args.except.clone(), passed: 0, failed: 0 };
     let own = attention::with(options, AttentionBackend::Own);
-    odd_sizes(&mut log, &own);
-    large::run(&mut log, &own);
-    attention::run(&mut log, options);
-    steps::run(&mut log, options);
+    if args.small {
+        odd_sizes(&mut log, cases::small(), &own);
+        steps::small_run(&mut log, &own);
+    } else {
+        odd_sizes(&mut log, cases::odd(), &own);
+        large::run(&mut log, &own);
+        attention::run(&mut log, options);
+        steps::run(&mut log, options);
+    }
     let (passed, failed) = (log.passed, log.failed);
     let _ = writeln!(log.out, "{passed} passed, {failed} failed");
     if passed + failed == 0 {
@@ -66,9 +71,9 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
 }
 
 /// Every op at odd shapes; one line an op family and output, the worst case named.
-fn odd_sizes(log: &mut Log, options: &CudaOptions) {
+fn odd_sizes(log: &mut Log, cases: Vec<Arc<dyn Op>>, options: &CudaOptions) {
     let mut by_name: BTreeMap<&'static str, Vec<Arc<dyn Op>>> = BTreeMap::new();
-    for op in cases::odd() {
+    for op in cases {
         by_name.entry(op.name()).or_default().push(op);
     }
     for (name, list) in by_name {

@@ -15,6 +15,9 @@ use crate::workloads::{self, share::RankShare, shrink};
 const GROWTH_ALLOWED_MIB: f64 = 4.0;
 const ROUNDS: usize = 50;
 const REPLAYS: usize = 1000;
+/// The same two with [`small_run`].
+const SMALL_ROUNDS: usize = 3;
+const SMALL_REPLAYS: usize = 20;
 /// Own kernels may cost this much more host time than the bare driver call (issue MAIN).
 const LAUNCH_COST_ALLOWED: f64 = 1.25;
 
@@ -28,7 +31,38 @@ const PADDED: &str = "model.moe_token_dispatcher_type=alltoall --use_tokendrop t
 /// One check: what was found, or what is wrong.
 type Check = fn(&CudaOptions) -> Result<String, String>;
 
+/// All checks, at their full length.
 pub fn run(log: &mut Log, options: &CudaOptions) {
+    equal_in_every_scope(log, options);
+    let checks: [(&str, Check); 4] = [
+        ("fresh random numbers", fresh_numbers),
+        ("replays: a thousand", |o| many_replays(o, REPLAYS)),
+        ("capture and destroy", |o| no_growth(o, ROUNDS)),
+        ("launch cost", host_cost),
+    ];
+    list(log, options, &checks);
+}
+
+/// The same checks in little: what an emulated GPU, whose times mean nothing, can do.
+pub fn small_run(log: &mut Log, options: &CudaOptions) {
+    equal_in_every_scope(log, options);
+    let checks: [(&str, Check); 3] = [
+        ("fresh random numbers", fresh_numbers),
+        ("replays: a few", |o| many_replays(o, SMALL_REPLAYS)),
+        ("capture and destroy", |o| no_growth(o, SMALL_ROUNDS)),
+    ];
+    list(log, options, &checks);
+}
+
+fn list(log: &mut Log, options: &CudaOptions, checks: &[(&str, Check)]) {
+    for (name, check) in checks {
+        if log.wants(name) {
+            log.record(name, check(options));
+        }
+    }
+}
+
+fn equal_in_every_scope(log: &mut Log, options: &CudaOptions) {
     let arms = [
         ("llama attn", format!("{LLAMA} --cuda_graph_scope attn {DROPOUT}")),
         ("llama attn,mlp", format!("{LLAMA} --cuda_graph_scope attn,mlp {DROPOUT}")),
@@ -67,17 +101,6 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
         let name = format!("arms equal: {name}");
         if log.wants(&name) {
             log.record(&name, equal_arms(line, options).map_err(|e| e.to_string()));
-        }
-    }
-    let checks: [(&str, Check); 4] = [
-        ("fresh random numbers", fresh_numbers),
-        ("replays: a thousand", thousand_replays),
-        ("capture and destroy", no_growth),
-        ("launch cost", host_cost),
-    ];
-    for (name, check) in checks {
-        if log.wants(name) {
-            log.record(name, check(options));
         }
     }
 }
@@ -172,31 +195,31 @@ fn fresh_numbers(options: &CudaOptions) -> Result<String, String> {
     }
 }
 
-fn thousand_replays(options: &CudaOptions) -> Result<String, String> {
+fn many_replays(options: &CudaOptions, replays: usize) -> Result<String, String> {
     let plan = small(&format!("{QWEN} --cuda_graph_scope attn,moe_router {DROPOUT}"))?;
     let run = || -> Result<bool, DeviceError> {
         let mut device = CudaExecutor::new(&plan, options.clone())?;
         device.reset()?;
-        let eager = steps(&mut device, Arm::Eager, REPLAYS)?;
+        let eager = steps(&mut device, Arm::Eager, replays)?;
         device.reset()?;
         device.capture()?;
-        let graph = steps(&mut device, Arm::Graph, REPLAYS)?;
+        let graph = steps(&mut device, Arm::Graph, replays)?;
         Ok(eager.losses == graph.losses && eager.digest == graph.digest)
     };
     match run() {
-        Ok(true) => Ok(format!("{REPLAYS} steps of each arm end with the same bits")),
+        Ok(true) => Ok(format!("{replays} steps of each arm end with the same bits")),
         Ok(false) => Err("the arms drifted apart".into()),
         Err(e) => Err(e.to_string()),
     }
 }
 
-fn no_growth(options: &CudaOptions) -> Result<String, String> {
+fn no_growth(options: &CudaOptions, rounds: usize) -> Result<String, String> {
     let plan = small(&format!("{LLAMA} --cuda_graph_scope attn,mlp"))?;
     let run = || -> Result<f64, DeviceError> {
         let mut device = CudaExecutor::new(&plan, options.clone())?;
         device.reset()?;
         let mut first = 0.0;
-        for round in 0..ROUNDS {
+        for round in 0..rounds {
             device.capture()?;
             steps(&mut device, Arm::Graph, 1)?;
             device.destroy_graphs()?;
@@ -208,9 +231,9 @@ fn no_growth(options: &CudaOptions) -> Result<String, String> {
     };
     match run() {
         Ok(growth) if growth <= GROWTH_ALLOWED_MIB => {
-            Ok(format!("{ROUNDS} rounds, memory in use grew by {growth:.1} MiB after the first"))
+            Ok(format!("{rounds} rounds, memory in use grew by {growth:.1} MiB after the first"))
         }
-        Ok(growth) => Err(format!("{ROUNDS} rounds took {growth:.1} MiB, {GROWTH_ALLOWED_MIB} allowed")),
+        Ok(growth) => Err(format!("{rounds} rounds took {growth:.1} MiB, {GROWTH_ALLOWED_MIB} allowed")),
         Err(e) => Err(e.to_string()),
     }
 }
