@@ -4,6 +4,10 @@
 // A test says what went wrong by failing.
 #![allow(clippy::unwrap_used)]
 
+#[path = "common/binary.rs"]
+mod binary;
+
+use binary::{cell, records};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -32,8 +36,7 @@ fn said(out: &Output) -> String {
 
 /// Runs mbperf on the emulated GPU.
 fn mbperf(libraries: &Path, line: &str, variables: &[(&str, &str)]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_mbperf"))
-        .args(line.split_whitespace())
+    binary::command(Path::new("."), line)
         .env("LD_LIBRARY_PATH", libraries)
         .env("XDG_CACHE_HOME", libraries.join("cache"))
         .env("MBPERF_EMULATED_CACHE", libraries.join("kernels"))
@@ -42,28 +45,24 @@ fn mbperf(libraries: &Path, line: &str, variables: &[(&str, &str)]) -> Output {
         .unwrap()
 }
 
-/// `selftest --small` of the checks whose names hold `only`. Gives the number that passed.
-fn selftest(only: &str, variables: &[(&str, &str)]) {
+#[test]
+fn kernels_agree_with_their_references_and_arms_with_each_other() {
     let Some(libraries) = libraries() else { return };
-    let out = mbperf(libraries, &format!("selftest --small --only {only}"), variables);
-    let text = said(&out);
-    let passed = text.lines().filter(|l| l.starts_with("ok ")).count();
-    assert!(out.status.success() && passed > 0, "{only} {variables:?}: {:?}\n{text}", out.status);
+    let out = mbperf(libraries, "selftest --small", &[]);
+    assert!(out.status.success(), "{:?}\n{}", out.status, said(&out));
 }
 
+/// Threads, streams and graph nodes in another order, copies to shared memory at once: kernels that work by barriers,
+/// and lanes beside each other.
 #[test]
-fn kernels_agree_with_their_references() {
-    // Parts of names that all op families hold one of.
-    for only in ["_", "adam", "copy", "zero", "gemm", "attention"] {
-        selftest(only, &[]);
-    }
-}
-
-/// Another order of threads, copies at once: kernels that work by barriers.
-#[test]
-fn kernels_agree_in_another_order_of_threads() {
-    for only in ["norm", "attention", "grouped_gemm", "moe_sort", "ssd", "router_fwd"] {
-        selftest(only, &[("MBPERF_EMULATED_SEED", "3")]);
+fn kernels_agree_in_another_order() {
+    let Some(libraries) = libraries() else { return };
+    for only in ["norm", "attention_", "grouped_gemm", "moe_sort", "ssd", "router_fwd", "alltoall"] {
+        let line = format!("selftest --small --only {only}");
+        let out = mbperf(libraries, &line, &[("MBPERF_EMULATED_SEED", "3")]);
+        let text = said(&out);
+        let passed = text.lines().filter(|l| l.starts_with("ok ")).count();
+        assert!(out.status.success() && passed > 0, "{only}: {:?}\n{text}", out.status);
     }
 }
 
@@ -77,20 +76,14 @@ fn both_arms_of_a_run_are_equal() {
     let Some(libraries) = libraries() else { return };
     let out = mbperf(libraries, RUN, &[]);
     assert_eq!(out.status.code(), Some(0), "{}", said(&out));
-    let table = String::from_utf8(out.stdout).unwrap();
-    let mut rows = csv::Reader::from_reader(table.as_bytes());
-    let names = rows.headers().unwrap().clone();
-    let cell = |row: &csv::StringRecord, name: &str| {
-        row[names.iter().position(|n| n == name).unwrap()].to_owned()
-    };
-    let rows: Vec<csv::StringRecord> = rows.records().map(Result::unwrap).collect();
-    assert_eq!(rows.len(), 2, "{table}");
-    for row in &rows {
+    let rows = records(&out.stdout);
+    assert_eq!(rows.len(), 3, "{}", said(&out));
+    for row in [0, 1] {
         for (name, value) in [("device", "cuda"), ("status", "ok"), ("digest_match", "true")] {
-            assert_eq!(cell(row, name), value, "{name}\n{table}");
+            assert_eq!(cell(&rows, row, name), value, "{name}\n{}", said(&out));
         }
     }
-    assert_eq!(cell(&rows[0], "digest"), cell(&rows[1], "digest"));
+    assert_eq!(cell(&rows, 0, "digest"), cell(&rows, 1, "digest"));
 }
 
 #[test]
@@ -107,7 +100,8 @@ fn a_wrong_graph_is_found() {
 fn broken_kernels_are_found() {
     let Some(libraries) = libraries() else { return };
     let barrier = "|groups[group][lane] = s;\n    __syncthreads();|groups[group][lane] = s;|";
-    let out = mbperf(libraries, "selftest --small --only column_sum", &[("MBPERF_EMULATED_REPLACE", barrier)]);
+    let out =
+        mbperf(libraries, "selftest --small --only column_sum", &[("MBPERF_EMULATED_REPLACE", barrier)]);
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
     assert!(said(&out).contains("FAILED column_sum"), "{}", said(&out));
 

@@ -46,7 +46,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
 }
 
 /// Most work of a case of [`small`]: what an emulated GPU does in about a second.
-const SMALL_FLOPS: f64 = 2e7;
+const SMALL_FLOPS: f64 = 3e7;
 const SMALL_BYTES: f64 = 1e6;
 
 /// The cases of [`odd`] that are small, and the smallest of each op that has none.

@@ -15,9 +15,12 @@ use crate::workloads::{self, share::RankShare, shrink};
 const GROWTH_ALLOWED_MIB: f64 = 4.0;
 const ROUNDS: usize = 50;
 const REPLAYS: usize = 1000;
-/// The same two with [`small_run`].
+/// Steps of the graph arm before its capture, and as many after it.
+const STEPS: usize = 3;
+/// The same three with [`small_run`].
 const SMALL_ROUNDS: usize = 3;
-const SMALL_REPLAYS: usize = 20;
+const SMALL_REPLAYS: usize = 10;
+const SMALL_STEPS: usize = 1;
 /// Own kernels may cost this much more host time than the bare driver call (issue MAIN).
 const LAUNCH_COST_ALLOWED: f64 = 1.25;
 
@@ -33,7 +36,7 @@ type Check = fn(&CudaOptions) -> Result<String, String>;
 
 /// All checks, at their full length.
 pub fn run(log: &mut Log, options: &CudaOptions) {
-    equal_in_every_scope(log, options);
+    equal_in_every_scope(log, options, STEPS);
     let checks: [(&str, Check); 4] = [
         ("fresh random numbers", fresh_numbers),
         ("replays: a thousand", |o| many_replays(o, REPLAYS)),
@@ -45,7 +48,7 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
 
 /// The same checks in little: what an emulated GPU, whose times mean nothing, can do.
 pub fn small_run(log: &mut Log, options: &CudaOptions) {
-    equal_in_every_scope(log, options);
+    equal_in_every_scope(log, options, SMALL_STEPS);
     let checks: [(&str, Check); 3] = [
         ("fresh random numbers", fresh_numbers),
         ("replays: a few", |o| many_replays(o, SMALL_REPLAYS)),
@@ -62,7 +65,7 @@ fn list(log: &mut Log, options: &CudaOptions, checks: &[(&str, Check)]) {
     }
 }
 
-fn equal_in_every_scope(log: &mut Log, options: &CudaOptions) {
+fn equal_in_every_scope(log: &mut Log, options: &CudaOptions, count: usize) {
     let arms = [
         ("llama attn", format!("{LLAMA} --cuda_graph_scope attn {DROPOUT}")),
         ("llama attn,mlp", format!("{LLAMA} --cuda_graph_scope attn,mlp {DROPOUT}")),
@@ -100,7 +103,7 @@ fn equal_in_every_scope(log: &mut Log, options: &CudaOptions) {
     for (name, line) in &arms {
         let name = format!("arms equal: {name}");
         if log.wants(&name) {
-            log.record(&name, equal_arms(line, options).map_err(|e| e.to_string()));
+            log.record(&name, equal_arms(line, options, count).map_err(|e| e.to_string()));
         }
     }
 }
@@ -142,15 +145,15 @@ fn steps(device: &mut CudaExecutor, arm: Arm, count: usize) -> Result<Trace, Dev
     Ok(Trace { losses, digest: device.digest()? })
 }
 
-fn equal_arms(line: &str, options: &CudaOptions) -> Result<String, DeviceError> {
+fn equal_arms(line: &str, options: &CudaOptions, count: usize) -> Result<String, DeviceError> {
     let plan = small(line).map_err(DeviceError::Invalid)?;
     let mut device = CudaExecutor::new(&plan, options.clone())?;
     device.reset()?;
-    let eager = steps(&mut device, Arm::Eager, 6)?;
+    let eager = steps(&mut device, Arm::Eager, 2 * count)?;
     device.reset()?;
-    let before = steps(&mut device, Arm::Graph, 3)?;
+    let before = steps(&mut device, Arm::Graph, count)?;
     let cost = device.capture()?;
-    let after = steps(&mut device, Arm::Graph, 3)?;
+    let after = steps(&mut device, Arm::Graph, count)?;
     device.destroy_graphs()?;
     let losses = [before.losses, after.losses].concat();
     if losses != eager.losses {
