@@ -66,7 +66,10 @@ impl Stack<'_> {
         // Upstream adds the residual after the checkpointed module, not in it.
         let launches = &self.b.program.launches;
         let adds = launches[start..].iter().rev().take_while(|l| l.op.name() == "dropout_add_fwd").count();
-        self.regions.push(Region { launches: start..launches.len() - adds, kept: kept.to_vec() });
+        let launches = start..launches.len() - adds;
+        if !launches.is_empty() {
+            self.regions.push(Region { launches, kept: kept.to_vec() });
+        }
     }
 
     /// Layer `l` of the forward pass has been emitted, with output `out`: if it ends a group of full recompute, the
