@@ -303,7 +303,7 @@ fn arms_are_equal_with_dropout_on() {
 }
 
 const MLA_F: &str =
-    "rmsnorm_fwd gemm rmsnorm_fwd gemm split_columns rmsnorm_fwd gemm gemm mla_rope_fwd attention_fwd gemm";
+    "rmsnorm_fwd gemm gemm split_columns rmsnorm_fwd rmsnorm_fwd gemm gemm mla_rope_fwd attention_fwd gemm";
 const MLA_B: &str = "gemm gemm attention_bwd mla_rope_bwd gemm gemm rmsnorm_bwd column_sum gemm gemm gemm gemm \
                      rmsnorm_bwd column_sum join_columns gemm gemm rmsnorm_bwd column_sum";
 
@@ -322,8 +322,31 @@ fn latent_attention_is_captured_whole_and_experts_keep_their_scopes() {
 }
 
 #[test]
+fn recomputed_up_projections_lie_in_the_backward_graph() {
+    let te = GraphImpl::TransformerEngine;
+    let cfg = with_graphs(recomputing(deepseek(), &["mla_up_proj", "layernorm"]), te, &[Attn]);
+    let got = story(&cfg, 0, 0);
+    // Latent norms and up-projections before attention's backward; the input norm before the first gradient of a
+    // down-projection.
+    let up = "rmsnorm_fwd rmsnorm_fwd gemm gemm mla_rope_fwd";
+    let repeated = MLA_B
+        .replace("gemm gemm attention_bwd", &format!("gemm gemm {up} attention_bwd"))
+        .replace("join_columns gemm", "join_columns rmsnorm_fwd gemm");
+    let unordered = |s: &str| {
+        let mut words: Vec<&str> = s.split_whitespace().collect();
+        words.sort_unstable();
+        words.join(" ")
+    };
+    let last = &got[got.len() - 1];
+    assert!(last.starts_with(&format!("G gemm gemm {up} attention_bwd mla_rope_bwd")), "{last}");
+    assert_eq!(unordered(&last[2..]), unordered(&repeated));
+}
+
+#[test]
 fn arms_of_latent_attention_are_equal() {
     let te = GraphImpl::TransformerEngine;
+    let up = recomputing(deepseek(), &["mla_up_proj", "layernorm", "mlp", "moe_act", "shared_experts"]);
+    both_arms(&with_graphs(up, te, &[Attn, MoeRouter, MoePreprocess]));
     both_arms(&with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]));
     let mut kimi = with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]);
     if let Some(moe) = &mut kimi.model.moe {

@@ -162,7 +162,9 @@ impl Stack<'_> {
         self.b.at(Some(l), Part::Attn, Pass::Forward);
         let d = self.mla_dims(m);
         let norm_w = self.mla_weight(l, "norm")?;
+        let norm = self.here();
         let (y, _) = self.norm(l, "attn.norm", x, norm_w);
+        self.recomputable("layernorm", norm, &[]);
 
         let q = self.act(l, "attn.q", &[d.t, d.q]);
         let q_latent = match d.q_rank {
@@ -170,7 +172,7 @@ impl Stack<'_> {
                 let latent = self.act(l, "attn.q_latent", &[d.split, rank]);
                 let w = self.mla_weight(l, "q_down")?;
                 self.forward_product(latent, y, w.value, d.split, rank, d.h, None);
-                Some(self.latent_norm(l, "q", latent, rank)?)
+                Some(latent)
             }
             None => None,
         };
@@ -183,9 +185,15 @@ impl Stack<'_> {
             SplitColumns { rows: d.split, first: d.kv_rank, second: d.rotary },
             &[down, kv_latent, k_rope],
         );
-        let kv_latent = self.latent_norm(l, "kv", kv_latent, d.kv_rank)?;
         let k_rope = self.gather_tokens(l, "attn.k_rope", k_rope, d.rotary);
 
+        // With the latents' norms, which upstream fuses with the up-projections.
+        let up = self.here();
+        let q_latent = match (q_latent, d.q_rank) {
+            (Some(latent), Some(rank)) => Some(self.latent_norm(l, "q", latent, rank)?),
+            _ => None,
+        };
+        let kv_latent = self.latent_norm(l, "kv", kv_latent, d.kv_rank)?;
         match (q_latent, d.q_rank) {
             (Some(latent), Some(rank)) => {
                 let latent = self.gather_tokens(l, "attn.q_latent", latent, rank);
@@ -204,7 +212,9 @@ impl Stack<'_> {
         self.forward_product(kv, kv_latent, w.value, d.t, d.kv, d.kv_rank, None);
         let (k, v) = (self.act(l, "attn.k", &[d.t, d.q]), self.act(l, "attn.v", &[d.t, d.v]));
         self.b.launch(MlaRopeFwd { shape: self.mla_rope(m) }, &[q, kv, k_rope, k, v]);
+        self.recomputable("mla_up_proj", up, &[]);
 
+        let core = self.here();
         let (k, v) = (self.gather_context(l, "k", k, d.q), self.gather_context(l, "v", v, d.v));
         let shape = self.attn_shape(l);
         let o = self.act(l, "attn.o", &[d.t, d.v]);
@@ -213,6 +223,7 @@ impl Stack<'_> {
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
         self.b.launch(AttnFwd { shape }, &args);
+        self.recomputable("core_attn", core, &[o]);
         let w = self.mla_weight(l, "proj")?;
         Ok(self.closing_product(l, "attn", o, w.value, d.h, d.v, x))
     }

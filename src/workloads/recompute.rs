@@ -9,11 +9,11 @@
 //!
 //! What a module is follows Megatron-Core: `core_attn`, `mlp`, `moe` and `shared_experts` run again as a whole, their
 //! last product included; `layernorm` (where the norm is a module of its own, not fused with a product: before
-//! experts), `moe_act` and the like drop their output alone. The residual add is in none of them.
+//! experts and latent attention), `moe_act`, `mla_up_proj` drop their output alone. The residual add is in none of them.
 
 use super::Stack;
 use super::share::RankShare;
-use crate::config::{Dispatcher, GraphImpl, RunConfig, Scope};
+use crate::config::{Dispatcher, GraphImpl, Moe, RunConfig, Scope};
 use crate::ops::{Access, ArgSpec};
 use crate::program::{BufId, Launch, Lifetime, Pass, Program};
 use std::collections::{HashMap, HashSet};
@@ -66,7 +66,10 @@ impl Stack<'_> {
         // Upstream adds the residual after the checkpointed module, not in it.
         let launches = &self.b.program.launches;
         let adds = launches[start..].iter().rev().take_while(|l| l.op.name() == "dropout_add_fwd").count();
-        self.regions.push(Region { launches: start..launches.len() - adds, kept: kept.to_vec() });
+        let launches = start..launches.len() - adds;
+        if !launches.is_empty() {
+            self.regions.push(Region { launches, kept: kept.to_vec() });
+        }
     }
 
     /// Layer `l` of the forward pass has been emitted, with output `out`: if it ends a group of full recompute, the
@@ -88,7 +91,8 @@ impl Stack<'_> {
     pub(super) fn norm_before_experts_recomputes(&self) -> bool {
         let (g, moe) = (&self.cfg.graph, self.cfg.model.moe.as_ref());
         let captured = |s: Scope| g.implementation == GraphImpl::TransformerEngine && g.scope.contains(&s);
-        let local = moe.is_some_and(|m| m.dispatcher == Dispatcher::Alltoall && !m.shared_expert_overlap);
+        let consumed = |m: &Moe| m.dispatcher == Dispatcher::Alltoall || m.latent_size.is_some();
+        let local = moe.is_some_and(|m| consumed(m) && !m.shared_expert_overlap);
         !captured(Scope::MoeRouter) || (captured(Scope::MoePreprocess) && local)
     }
 }

@@ -6,7 +6,7 @@ use crate::config::{LayerKind, RunConfig};
 use crate::device::cpu::{CpuExecutor, Storage};
 use crate::device::{Arm, Executor};
 use crate::program::memory::{self, lifetimes};
-use crate::workloads::testing::{dense, hybrid, moe, padded, program};
+use crate::workloads::testing::{deepseek, dense, hybrid, moe, padded, program, staged};
 
 fn selective(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
     cfg.recompute.granularity = Some("selective".into());
@@ -81,7 +81,22 @@ fn spoilt_step(cfg: &RunConfig) -> Vec<u64> {
 
 #[test]
 fn losses_and_gradients_have_the_same_bits_as_without() {
-    let cases: [(&str, RunConfig, &[&[&str]]); 7] = [
+    let mut latent = shared(Dispatcher::Flex);
+    if let Some(moe) = &mut latent.model.moe {
+        (moe.latent_size, moe.shared_expert_gate) = (Some(24), true);
+    }
+    let cases: [(&str, RunConfig, &[&[&str]]); 10] = [
+        (
+            "latent attention",
+            deepseek(),
+            &[&["mla_up_proj"], &["mla_up_proj", "core_attn", "layernorm", "mlp", "moe"]],
+        ),
+        ("split latent attention", split(deepseek()), &[&["mla_up_proj", "core_attn", "layernorm"]]),
+        (
+            "latent experts",
+            latent,
+            &[&["layernorm", "moe_act", "shared_experts"], &["moe", "shared_experts"]],
+        ),
         ("dense", dense(), &[&["core_attn"], &["mlp"], &["core_attn", "mlp"]]),
         (
             "alltoall",
@@ -115,6 +130,25 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
             assert!(!repeated(&program(&cfg)).is_empty(), "{what} {how} repeats nothing");
             assert_eq!(two_steps(&cfg), plain, "{what} {how}");
             assert_eq!(spoilt_step(&cfg), spoilt, "{what} {how}: read after the planner gave it away");
+        }
+    }
+}
+
+#[test]
+fn micro_batches_in_flight_repeat_their_own_launches() {
+    let cases = [
+        ("first stage", staged(dense(), 2, 1, 0, 4)),
+        ("last stage of two chunks", staged(dense(), 2, 2, 1, 3)),
+        ("experts", staged(shared(Dispatcher::Alltoall), 2, 1, 0, 3)),
+    ];
+    for (what, cfg) in cases {
+        let cfg = with_dropout(cfg);
+        let (plain, spoilt) = (two_steps(&cfg), spoilt_step(&cfg));
+        let modules = selective(cfg.clone(), &["core_attn", "mlp", "moe", "layernorm"]);
+        for cfg in [full(cfg.clone(), "block", 1), full(cfg, "uniform", 2), modules] {
+            assert!(!repeated(&program(&cfg)).is_empty());
+            assert_eq!(two_steps(&cfg), plain, "{what} {:?}", cfg.recompute);
+            assert_eq!(spoilt_step(&cfg), spoilt, "{what} {:?}", cfg.recompute);
         }
     }
 }
@@ -165,6 +199,7 @@ fn each_module_repeats_its_launches_once_a_layer_and_micro_batch() {
         first.join(" ")
     };
     assert_eq!(of(dense(), &["core_attn"]), "attention_fwd");
+    assert_eq!(of(deepseek(), &["mla_up_proj"]), "rmsnorm_fwd rmsnorm_fwd gemm gemm mla_rope_fwd");
     assert_eq!(of(dense(), &["mlp"]), "rmsnorm_fwd gemm swiglu_fwd gemm");
     // Upstream fuses the norms of a dense layer with the products behind them.
     assert_eq!(of(dense(), &["layernorm", "moe", "moe_act", "shared_experts"]), "");
@@ -226,7 +261,14 @@ fn planned_memory_falls_by_what_the_other_layers_drop() {
     dense.model.layers = vec![LayerKind::Dense; LAYERS];
     let mut experts = shared(Dispatcher::Alltoall);
     experts.model.layers = vec![LayerKind::Moe; LAYERS];
-    let cases: [(&RunConfig, RunConfig, &[&str]); 6] = [
+    let mut latent = deepseek();
+    latent.model.layers = vec![LayerKind::Dense; LAYERS];
+    let cases: [(&RunConfig, RunConfig, &[&str]); 7] = [
+        (
+            &latent,
+            selective(latent.clone(), &["mla_up_proj"]),
+            &["attn.q", "attn.kv", "attn.k", "attn.v", "attn.q_norm.out", "attn.kv_norm.out"],
+        ),
         (&dense, selective(dense.clone(), &["mlp"]), &["mlp.norm.out", "mlp.gate_up", "mlp.act"]),
         (&experts, selective(experts.clone(), &["layernorm"]), &["moe.norm.out"]),
         (&experts, selective(experts.clone(), &["moe_act"]), &["moe.act"]),
@@ -301,6 +343,12 @@ fn the_norm_before_captured_experts_is_kept_as_rule_r64_says() {
         moe.shared_expert_overlap = true;
     }
     assert_eq!(norms(overlapped, &[MoeRouter, MoePreprocess]), 0);
+    let mut latent = moe(Dispatcher::Flex);
+    if let Some(moe) = &mut latent.model.moe {
+        moe.latent_size = Some(24);
+    }
+    assert_eq!(norms(latent.clone(), &[MoeRouter, MoePreprocess]), 4);
+    assert_eq!(norms(latent, &[MoeRouter]), 0);
 }
 
 #[test]
