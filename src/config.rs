@@ -135,8 +135,12 @@ pub struct Model {
     pub mamba: Option<Mamba>,
     /// Multi-latent attention in place of plain one; `num_query_groups` and `kv_channels` then mean nothing.
     pub mla: Option<Mla>,
-    /// Multi-token-prediction layers.
+    /// Depths of multi-token prediction.
     pub mtp_num_layers: usize,
+    /// Layers of one depth.
+    pub mtp_layers: Vec<LayerKind>,
+    /// All depths share one depth's weights.
+    pub mtp_repeated: bool,
     /// Weight of their mean loss.
     pub mtp_loss_scaling_factor: f64,
 }

@@ -106,9 +106,15 @@ pub const FEATURES: &[Feature] = &[
     not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
         e.values.text("model.position_embedding_type").is_some_and(|t| t != "rope" && t != "none")
     }),
-    not_built("multi-token prediction", "set model.mtp_num_layers=0 to run without it", |e| {
-        e.values.int("model.mtp_num_layers").unwrap_or(0) > 0
-    }),
+    not_built(
+        "this pattern of multi-token prediction",
+        "write M, *, - or E for each layer in model.mtp_hybrid_override_pattern, or set model.mtp_num_layers=0",
+        |e| {
+            let pattern = e.values.text("model.mtp_hybrid_override_pattern");
+            e.values.int("model.mtp_num_layers").unwrap_or(0) > 0
+                && pattern.is_some_and(|p| p.is_empty() || crate::recipe::hybrid_kinds(p).is_err())
+        },
+    ),
     not_built("an activation other than SwiGLU and squared ReLU", "set model.activation=swiglu", |e| {
         e.values.text("model.activation").is_some_and(|a| !matches!(a, "swiglu" | "squared_relu"))
     }),

@@ -1,7 +1,7 @@
 //! Segments of each scope against expectations written by hand, and the proofs on the CPU device.
 
 use super::*;
-use crate::config::{Dispatcher, RunConfig, Scope::*};
+use crate::config::{Dispatcher, LayerKind, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
 use crate::workloads::testing::{deepseek, dense, hybrid, moe, padded, program, staged, with_graphs};
@@ -362,6 +362,87 @@ fn arms_of_latent_attention_are_equal() {
     both_arms(&split);
 }
 
+/// With `depths` depths of multi-token prediction.
+fn predicting(mut cfg: RunConfig, depths: usize) -> RunConfig {
+    cfg.model.mtp_num_layers = depths;
+    cfg
+}
+
+#[test]
+fn arms_of_multi_token_prediction_are_equal_and_its_layers_are_captured() {
+    let te = GraphImpl::TransformerEngine;
+    let cfg = with_graphs(predicting(deepseek(), 2), te, &[Attn, MoeRouter, MoePreprocess]);
+    both_arms(&cfg);
+    // Layers 2 and 3 are those of the two depths.
+    for layer in [2, 3] {
+        let story = story(&cfg, 1, layer);
+        assert!(story.iter().any(|s| s.starts_with(&format!("G {MLA_F}"))), "{story:?}");
+        assert!(story.iter().any(|s| s.starts_with("G ") && s.ends_with(MLA_B)), "{story:?}");
+    }
+    let program = program(&cfg);
+    assert!(program.launches.iter().all(|l| l.part != Part::Mtp || l.layer.is_none()));
+    // One loss a depth and micro-batch beside the main one.
+    let losses = program.launches.iter().filter(|l| l.op.name() == "cross_entropy").count();
+    assert_eq!(losses, 2 * 3);
+
+    let mut split = predicting(with_graphs(deepseek(), te, &[Attn]), 1);
+    (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
+    split.identity.num_gpus = 8;
+    both_arms(&split);
+    split.parallel.sequence_parallel = false;
+    both_arms(&split);
+    both_arms(&with_graphs(predicting(padded_latent(), 1), GraphImpl::Local, &[FullIteration]));
+}
+
+/// Static rows, so that all can be one graph.
+fn padded_latent() -> RunConfig {
+    let mut cfg = padded();
+    let of = deepseek();
+    (cfg.model.mla, cfg.model.rope_scaling) = (of.model.mla, of.model.rope_scaling);
+    cfg
+}
+
+/// Depths that share one layer hold its weights once, and both add to their gradient.
+#[test]
+fn repeated_depths_share_their_weights() {
+    let mut own = predicting(dense(), 2);
+    own.model.mtp_layers = vec![LayerKind::AttnOnly, LayerKind::MlpOnly];
+    let mut shared = own.clone();
+    shared.model.mtp_repeated = true;
+    let weights = |cfg: &RunConfig, of: &str| {
+        let program = program(cfg);
+        let named = |b: &&crate::program::Buffer| {
+            b.view_of.is_some() && b.lifetime == crate::program::Lifetime::Weight && b.name.starts_with(of)
+        };
+        program.buffers.iter().filter(named).count()
+    };
+    // Layers 0 and 1 are the decoder's; 2 and 3 one depth's, 4 and 5 another's.
+    assert_eq!([weights(&own, "layer4"), weights(&own, "mtp")], [3, 8]);
+    assert_eq!([weights(&shared, "layer4"), weights(&shared, "mtp")], [0, 4]);
+    for cfg in [own, shared] {
+        both_arms(&with_graphs(cfg, GraphImpl::TransformerEngine, &[Attn]));
+    }
+}
+
+/// The last stage of a pipeline holds an embedding of its own for the depths; the first has no depth.
+#[test]
+fn depths_lie_with_the_loss() {
+    let last = staged(predicting(deepseek(), 1), 2, 1, 1, 3);
+    both_arms_without_loss(&with_graphs(last.clone(), GraphImpl::TransformerEngine, &[Attn]));
+    let parts = |cfg: &RunConfig, part| program(cfg).launches.iter().filter(|l| l.part == part).count();
+    assert!(parts(&last, Part::Mtp) > 0 && parts(&last, Part::Embedding) > 0);
+    let first = staged(predicting(deepseek(), 1), 2, 1, 0, 3);
+    assert_eq!(parts(&first, Part::Mtp), 0);
+}
+
+fn both_arms_without_loss(cfg: &RunConfig) {
+    let plan = plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
+    let mut executor = CpuExecutor::new(plan, None, None).unwrap();
+    let eager = three_steps(&mut executor, Arm::Eager).unwrap();
+    executor.capture().unwrap();
+    assert_eq!(eager, three_steps(&mut executor, Arm::Graph).unwrap());
+}
+
 /// The bias of every expert layer moves by the rate, against the counts; that of a dense layer stays.
 #[test]
 fn expert_biases_move_once_a_step() {
@@ -464,6 +545,7 @@ fn every_launch_writes_finite_values() {
         ("split", split),
         ("hybrid", hybrid()),
         ("deepseek", deepseek()),
+        ("multi-token prediction", predicting(deepseek(), 2)),
         ("between two stages", staged(dense(), 3, 1, 1, 3)),
         ("last stage of two chunks", staged(dense(), 2, 2, 1, 3)),
     ] {

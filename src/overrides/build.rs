@@ -3,12 +3,12 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, Mamba, Mla, Model, Moe, Optimizer,
-    Recompute, RunConfig, ScoreFunction,
+    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model, Moe,
+    Optimizer, Recompute, RunConfig, ScoreFunction,
 };
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::scaling::{Llama3, Yarn};
-use crate::recipe::{Recipe, layer_kinds, padded_vocab};
+use crate::recipe::{Recipe, hybrid_kinds, layer_kinds, padded_vocab};
 use crate::rules::{Effective, Values, layout_of};
 use std::collections::BTreeSet;
 
@@ -185,6 +185,8 @@ fn model(e: &Effective) -> Model {
         mamba: e.layers.contains(&crate::config::LayerKind::Mamba).then(|| mamba(e)),
         mla: v.on("model.multi_latent_attention").then(|| mla(e)),
         mtp_num_layers: size(e, "model.mtp_num_layers"),
+        mtp_layers: mtp_layers(e),
+        mtp_repeated: v.on("model.mtp_use_repeated_layer"),
         // Megatron-Core's default.
         mtp_loss_scaling_factor: v.float("model.mtp_loss_scaling_factor").unwrap_or(0.1),
     }
@@ -198,6 +200,15 @@ fn mla(e: &Effective) -> Mla {
         qk_pos_emb_head_dim: size(e, "model.qk_pos_emb_head_dim"),
         v_head_dim: size(e, "model.v_head_dim"),
     }
+}
+
+/// A depth of multi-token prediction is like the last decoder layer, or follows a pattern of its own in hybrids.
+fn mtp_layers(e: &Effective) -> Vec<LayerKind> {
+    let pattern = e.values.text("model.mtp_hybrid_override_pattern");
+    // A wrong letter is refused by `features`.
+    pattern
+        .and_then(|p| hybrid_kinds(p).ok())
+        .unwrap_or_else(|| e.layers.last().copied().into_iter().collect())
 }
 
 /// The chunk is a choice of the implementation; upstream's default is 128 too.

@@ -138,6 +138,8 @@ pub enum Part {
     MoePreprocess,
     MoeExperts,
     Mamba,
+    /// Multi-token prediction, beside its layers.
+    Mtp,
     Head,
     Loss,
     /// What arrives from and goes to other pipeline stages.

@@ -37,14 +37,14 @@ impl Stack<'_> {
         }
     }
 
-    /// Token ids `[tokens]` to `[split_tokens, hidden]`.
-    pub(super) fn embed(&mut self, ids: BufId) -> Result<BufId, WorkloadError> {
+    /// Token ids `[tokens]` to `[split_tokens, hidden]`; the activation is called `name`.
+    pub(super) fn embed_as(&mut self, name: &str, ids: BufId) -> Result<BufId, WorkloadError> {
         self.b.at(None, Part::Embedding, Pass::Forward);
         let h = self.cfg.model.hidden_size;
         let table = self.weights.get("embedding.weight")?;
-        let out = self.b.activation("embedding.out", DType::Bf16, &[self.tokens, h]);
+        let out = self.b.activation(&format!("{name}.out"), DType::Bf16, &[self.tokens, h]);
         self.b.launch(self.embedding_op(), &[ids, table.value, out]);
-        Ok(self.reduce_tokens(0, "embedding", out, h))
+        Ok(self.reduce_tokens(0, name, out, h))
     }
 
     pub(super) fn embed_backward(&mut self, ids: BufId, dx: BufId) -> Result<(), WorkloadError> {
@@ -67,43 +67,79 @@ impl Stack<'_> {
         self.weights.get(if self.cfg.model.tied_embeddings { "embedding.weight" } else { "head.weight" })
     }
 
-    /// Final norm, logits, and the loss: the mean over the step's tokens of this rank. Leaves the logits' gradient in
-    /// their place.
+    /// The norm after the last layer, `[split_tokens, hidden]`.
+    pub(super) fn final_norm(&mut self, x: BufId) -> Result<BufId, WorkloadError> {
+        let (l, norm_w) = (self.share.layers.len(), self.weights.get("final_norm.weight")?);
+        self.b.at(None, Part::Head, Pass::Forward);
+        Ok(self.norm(l, "head.norm", x, norm_w).0)
+    }
+
+    /// Logits of the normed output and the loss: the mean over the step's tokens of this rank.
     pub(super) fn head_and_loss(
         &mut self,
-        x: BufId,
+        y: BufId,
         labels: BufId,
         loss: BufId,
     ) -> Result<(), WorkloadError> {
-        let (t, h, v) = (self.tokens, self.cfg.model.hidden_size, self.share.vocab);
         let l = self.share.layers.len();
-        let (norm_w, head_w) = (self.weights.get("final_norm.weight")?, self.head_weight()?);
+        self.logits_and_loss(l, "head", "head.norm", y, labels, loss, 1.0)
+    }
+
+    /// Logits of a normed state `y`, and the mean loss of the step's tokens, which counts `weight` times in the
+    /// gradient that is left in the logits' place. `name` and `norm` call the activations of "layer" `l`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn logits_and_loss(
+        &mut self,
+        l: usize,
+        name: &str,
+        norm: &str,
+        y: BufId,
+        labels: BufId,
+        loss: BufId,
+        weight: f64,
+    ) -> Result<(), WorkloadError> {
+        let (t, h, v) = (self.tokens, self.cfg.model.hidden_size, self.share.vocab);
+        let head_w = self.head_weight()?;
         self.b.at(None, Part::Head, Pass::Forward);
-        let (y, _) = self.norm(l, "head.norm", x, norm_w);
-        let y = self.gather_tokens(l, "head.norm", y, h);
-        let logits = self.b.activation("head.logits", DType::Bf16, &[t, v]);
+        let y = self.gather_tokens(l, norm, y, h);
+        let logits = self.act(l, &format!("{name}.logits"), &[t, v]);
         self.forward_product(logits, y, head_w.value, t, v, h, None);
 
         self.b.at(None, Part::Loss, Pass::Forward);
         let scale = 1.0 / (t * self.cfg.batch.num_microbatches) as f32;
         let per_token = self.b.activation("loss.per_token", DType::F32, &[t]);
-        self.b.launch(CrossEntropy { tokens: t, vocab: v, grad_scale: scale }, &[logits, labels, per_token]);
+        let grad_scale = scale * weight as f32;
+        self.b.launch(CrossEntropy { tokens: t, vocab: v, grad_scale }, &[logits, labels, per_token]);
         self.b.launch(LossSum { tokens: t, scale }, &[per_token, loss]);
         Ok(())
     }
 
-    /// From the logits' gradient to that of the stack's output `x`.
-    pub(super) fn head_backward(&mut self, x: BufId) -> Result<BufId, WorkloadError> {
+    /// From the logits' gradient to that of the normed state, `[split_tokens, hidden]`.
+    pub(super) fn logits_gradient(
+        &mut self,
+        l: usize,
+        name: &str,
+        norm: &str,
+    ) -> Result<BufId, WorkloadError> {
         let (t, h, v) = (self.tokens, self.cfg.model.hidden_size, self.share.vocab);
-        let l = self.share.layers.len();
-        let (norm_w, head_w) = (self.weights.get("final_norm.weight")?, self.head_weight()?);
+        let head_w = self.head_weight()?;
         self.b.at(None, Part::Head, Pass::Backward);
-        let logits = self.b.activation("head.logits", DType::Bf16, &[t, v]);
-        let y = self.act(l, if self.split() { "head.norm.gathered" } else { "head.norm.out" }, &[t, h]);
+        let logits = self.act(l, &format!("{name}.logits"), &[t, v]);
+        let kept = if self.split() { "gathered" } else { "out" };
+        let y = self.act(l, &format!("{norm}.{kept}"), &[t, h]);
         self.weight_gradient(head_w.grad, logits, y, t, v, h);
-        let dy = self.b.activation("head.dy", DType::Bf16, &[t, h]);
+        let dy = self.act(l, &format!("{name}.dy"), &[t, h]);
         self.data_gradient(dy, logits, head_w.value, t, v, h, None);
-        let dy = self.reduce_tokens(l, "head.dy", dy, h);
+        Ok(self.reduce_tokens(l, &format!("{name}.dy"), dy, h))
+    }
+
+    /// From the logits' gradient to that of the stack's output `x`. `add`: another gradient of the normed output.
+    pub(super) fn head_backward(&mut self, x: BufId, add: Option<BufId>) -> Result<BufId, WorkloadError> {
+        let (l, norm_w) = (self.share.layers.len(), self.weights.get("final_norm.weight")?);
+        let mut dy = self.logits_gradient(l, "head", "head.norm")?;
+        if let Some(add) = add {
+            dy = self.sum(l, "head.dy", dy, add);
+        }
         let rstd = self.act_as(l, "head.norm.rstd", DType::F32, &[self.split_tokens]);
         Ok(self.norm_backward(l, "head.norm", x, rstd, norm_w, dy, None))
     }

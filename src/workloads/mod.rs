@@ -12,6 +12,7 @@ mod mamba;
 mod mla;
 mod mlp;
 mod moe;
+mod mtp;
 mod optimizer;
 mod recompute;
 pub mod schedule;

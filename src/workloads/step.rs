@@ -64,6 +64,7 @@ pub(super) fn build_in_order(
         if p.tp > 1 && p.sequence_parallel && !cfg.stack_only { tokens / p.tp } else { tokens };
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
+    let share = &super::mtp::with_layers(cfg, share)?;
     let weights = Weights::declare(&mut b, cfg, share, grad_dtype)?;
     let mut s = Stack {
         b,
@@ -95,7 +96,11 @@ fn step_end(cfg: &RunConfig) -> StepEnd {
 
 impl Stack<'_> {
     /// The layers of one chunk; returns its output and every part's input.
-    fn forward(&mut self, layers: Range<usize>, mut x: BufId) -> Result<(BufId, Vec<BufId>), WorkloadError> {
+    pub(super) fn forward(
+        &mut self,
+        layers: Range<usize>,
+        mut x: BufId,
+    ) -> Result<(BufId, Vec<BufId>), WorkloadError> {
         let mut inputs = Vec::new();
         for l in layers {
             for sublayer in sublayers(self.share.layers[l].kind)? {
@@ -112,7 +117,7 @@ impl Stack<'_> {
         Ok((x, inputs))
     }
 
-    fn backward(
+    pub(super) fn backward(
         &mut self,
         layers: Range<usize>,
         mut dx: BufId,
@@ -160,7 +165,8 @@ impl Stack<'_> {
         // All micro-batches' tokens first: a full-iteration graph reads them from static buffers.
         self.b.at(None, Part::Step, Pass::Other);
         self.b.launch(StepBegin {}, &[self.words, loss]);
-        let tokens: Vec<Option<Tokens>> = (0..cfg.batch.num_microbatches)
+        self.clear_mtp_losses()?;
+        let tokens: Vec<Option<MicroBatch>> = (0..cfg.batch.num_microbatches)
             .map(|mb| self.micro_batch_tokens(mb))
             .collect::<Result<_, _>>()?;
         self.b.micro_batch = 0;
@@ -170,7 +176,7 @@ impl Stack<'_> {
         // Passes whose backward is still to come, by (micro-batch, chunk).
         let mut in_flight: HashMap<(usize, usize), InFlight> = HashMap::new();
         for (turn, slot) in turns.iter().zip(slots(turns)) {
-            let (key, ids) = ((turn.micro_batch, turn.chunk), tokens[turn.micro_batch]);
+            let (key, ids) = ((turn.micro_batch, turn.chunk), tokens[turn.micro_batch].as_ref());
             self.b.slot = slot;
             self.draw_for(turn.micro_batch)?;
             if turn.pass == Pass::Forward {
@@ -210,7 +216,7 @@ impl Stack<'_> {
     }
 
     /// Tokens of one micro-batch, where the rank has the embedding or the loss.
-    fn micro_batch_tokens(&mut self, mb: usize) -> Result<Option<Tokens>, WorkloadError> {
+    fn micro_batch_tokens(&mut self, mb: usize) -> Result<Option<MicroBatch>, WorkloadError> {
         if !self.share.has_embedding && !self.share.has_loss {
             return Ok(None);
         }
@@ -232,7 +238,8 @@ impl Stack<'_> {
             TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
             &[self.words, ids, labels],
         );
-        Ok(Some(Tokens { ids, labels }))
+        let mtp = self.mtp_tokens(mb)?;
+        Ok(Some(MicroBatch { main: Tokens { ids, labels }, mtp }))
     }
 
     /// The chunk's layers, and whether the model begins and ends with it.
@@ -247,37 +254,45 @@ impl Stack<'_> {
     fn forward_pass(
         &mut self,
         chunk: usize,
-        tokens: Option<Tokens>,
+        tokens: Option<&MicroBatch>,
         loss: BufId,
     ) -> Result<InFlight, WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let x = match tokens.filter(|_| first) {
-            Some(t) => self.embed(t.ids)?,
+            Some(t) => self.embed_as("embedding", t.main.ids)?,
             None => self.receive(chunk, "input", GIVEN_INPUT_STD, Pass::Forward),
         };
         let (out, inputs) = self.forward(layers, x)?;
+        let mut mtp = Vec::new();
         match tokens.filter(|_| last) {
-            Some(t) => self.head_and_loss(out, t.labels, loss)?,
+            Some(t) => {
+                let y = self.final_norm(out)?;
+                mtp = self.mtp_forward(y, &t.mtp)?;
+                self.head_and_loss(y, t.main.labels, loss)?;
+                self.mtp_losses(&t.mtp)?;
+            }
             None => self.send("output", out, Pass::Forward),
         }
-        Ok(InFlight { out, inputs })
+        Ok(InFlight { out, inputs, mtp })
     }
 
     fn backward_pass(
         &mut self,
         chunk: usize,
-        tokens: Option<Tokens>,
+        tokens: Option<&MicroBatch>,
         passed: InFlight,
     ) -> Result<(), WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
-        let dout = if last {
-            self.head_backward(passed.out)?
-        } else {
-            self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward)
+        let dout = match tokens.filter(|_| last) {
+            Some(t) => {
+                let of_mtp = self.mtp_backward(passed.mtp, &t.mtp)?;
+                self.head_backward(passed.out, of_mtp)?
+            }
+            None => self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward),
         };
         let dx = self.backward(layers, dout, passed.inputs)?;
         match tokens.filter(|_| first) {
-            Some(t) => self.embed_backward(t.ids, dx)?,
+            Some(t) => self.embed_backward(t.main.ids, dx)?,
             None => self.send("input_grad", dx, Pass::Backward),
         }
         Ok(())
@@ -316,11 +331,16 @@ impl Stack<'_> {
     }
 }
 
-/// Static buffers of one micro-batch.
+/// Static buffers of one micro-batch: its tokens, and those of every depth of multi-token prediction.
+struct MicroBatch {
+    main: Tokens,
+    mtp: Vec<Tokens>,
+}
+
 #[derive(Debug, Clone, Copy)]
-struct Tokens {
-    ids: BufId,
-    labels: BufId,
+pub(super) struct Tokens {
+    pub ids: BufId,
+    pub labels: BufId,
 }
 
 /// What a forward pass leaves for its backward pass.
@@ -328,4 +348,5 @@ struct InFlight {
     out: BufId,
     /// Inputs of the parts, in order.
     inputs: Vec<BufId>,
+    mtp: Vec<super::mtp::Passed>,
 }

@@ -44,6 +44,8 @@ pub fn dense() -> RunConfig {
             mamba: None,
             mla: None,
             mtp_num_layers: 0,
+            mtp_layers: vec![LayerKind::Dense],
+            mtp_repeated: false,
             mtp_loss_scaling_factor: 0.1,
         },
         parallel: Parallel {
@@ -168,6 +170,7 @@ pub fn hybrid() -> RunConfig {
 pub fn deepseek() -> RunConfig {
     let mut cfg = moe(Dispatcher::Alltoall);
     cfg.model.layers = vec![LayerKind::Dense, LayerKind::Moe];
+    cfg.model.mtp_layers = vec![LayerKind::Moe];
     cfg.model.num_query_groups = cfg.model.num_attention_heads;
     cfg.model.mla = Some(Mla {
         q_lora_rank: Some(40),

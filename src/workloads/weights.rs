@@ -2,11 +2,11 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, head, mamba, mlp, moe, sublayers};
+use super::{Sublayer, WorkloadError, attention, head, mamba, mlp, moe, mtp, sublayers};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// Elements that every weight starts on a multiple of: 256 bytes of bf16, what vector access and
 /// cuBLASLt's alignment classes ask for.
@@ -87,7 +87,8 @@ impl Weights {
         grad_dtype: DType,
     ) -> Result<Self, WorkloadError> {
         let mut specs = Vec::new();
-        if share.has_embedding && !cfg.stack_only {
+        // Multi-token prediction embeds tokens at the other end of the model.
+        if (share.has_embedding || share.mtp_layers > 0) && !cfg.stack_only {
             specs.push(head::embedding_weight(cfg, share));
         }
         for &LocalLayer { index, kind } in &share.layers {
@@ -103,6 +104,10 @@ impl Weights {
         if share.has_loss && !cfg.stack_only {
             specs.extend(head::head_weights(cfg, share));
         }
+        specs.extend(mtp::weights(cfg, share)?);
+        // Depths of multi-token prediction may share one layer.
+        let mut seen = HashSet::new();
+        specs.retain(|s| seen.insert(s.name.clone()));
         let p = &cfg.parallel;
         let dense_ranks = p.dp * p.cp;
         let expert_ranks = (p.dp * p.cp * p.tp / (p.ep * p.etp)).max(1);

@@ -237,19 +237,38 @@ class Step:
         labels = self.step["labels.mb0"].long().view(-1)
         x = F.embedding(ids, self.w["embedding.weight"])
         for i, kind in enumerate(self.m["layers"]):
-            if kind in ("dense", "moe", "attn_only"):
-                x = self.attention(i, x)
-            if kind in ("dense", "mlp_only"):
-                x = self.mlp(i, x)
-            if kind == "mamba":
-                x = self.mamba(i, x)
-            if kind in ("moe", "moe_only"):
-                x = self.moe(i, i, x)
+            x = self.layer(i, i, kind, x)
         y = self.norm(x, "final_norm.weight")
         head = self.w.get("head.weight", self.w["embedding.weight"])
-        loss = F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)
-        (loss + self.aux).backward()
+        entropy = lambda y, labels: F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)
+        loss, ahead = entropy(y, labels), torch.zeros(())
+        depths, kinds = self.m["mtp_num_layers"], self.m["mtp_layers"]
+        for k in range(depths):  # multi-token prediction
+            held = 0 if self.m["mtp_repeated"] else k
+            p, first = f"mtp{held}.", len(self.m["layers"]) + held * len(kinds)
+            e = F.embedding(self.step[f"ids.mtp{k}.mb0"].long().view(b, s), self.w["embedding.weight"])
+            e, y = self.norm(e, p + "embedding_norm.weight"), self.norm(y, p + "hidden_norm.weight")
+            x = F.linear(torch.cat([e, y], -1), self.w[p + "proj.weight"])
+            for i, kind in enumerate(kinds):
+                x = self.layer(first + i, len(self.m["layers"]) + k * len(kinds) + i, kind, x)
+            y = self.norm(x, p + "final_norm.weight")
+            ahead = ahead + entropy(y, self.step[f"labels.mtp{k}.mb0"].long().view(-1))
+        if depths:
+            ahead = self.m["mtp_loss_scaling_factor"] / depths * ahead
+        (loss + self.aux + ahead).backward()
         return loss.item()
+
+    def layer(self, i, local, kind, x):
+        """Layer `i` of the model, number `local` of those that were run."""
+        if kind in ("dense", "moe", "attn_only"):
+            x = self.attention(i, x)
+        if kind in ("dense", "mlp_only"):
+            x = self.mlp(i, x)
+        if kind == "mamba":
+            x = self.mamba(i, x)
+        if kind in ("moe", "moe_only"):
+            x = self.moe(i, local, x)
+        return x
 
 
 def check(folder):

@@ -158,14 +158,15 @@ struct KeyBlock {
 // Grid: kv tiles * splits * batch * kv_heads, the heaviest (first) kv tile first. With splits > 1 each block
 // takes a part of the head's group and writes fp32 sums: partial dk [splits, batch * kv_len, kv_heads * d], then
 // dv [splits, batch * kv_len, kv_heads * dv].
-// Heads too wide for both sums in registers take the two in kernels of their own (DK or DV alone).
+// Heads too wide for both sums in registers are launched twice, once for dk and once for dv (DKV_DK, DKV_DV).
 // Shared: k and v tiles, two stages of q and do tiles, two stages of lse and delta rows.
-template <bool DK, bool DV>
-__device__ __forceinline__ void key_gradients(
-    u8* shared, const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
+extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) attention_dkv(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
     const unsigned* words, bf16* dk, bf16* dv, float* partial, int splits,
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    constexpr bool DK = DKV_DK, DV = DKV_DV;
     constexpr int Q_TILE = DKV_Q * QK_BYTES, STAGE = Q_TILE + DKV_Q * V_BYTES;
     u8* const k_tile = shared;
     u8* const v_tile = k_tile + DKV_ROWS * QK_BYTES;
@@ -312,23 +313,6 @@ __device__ __forceinline__ void key_gradients(
             if (DV) *reinterpret_cast<float2*>(dv_part + v_at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
     }
 }
-
-#define KEY_GRADIENTS(NAME, DK, DV)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) NAME(                                  \
-        const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,             \
-        const unsigned* words, bf16* dk, bf16* dv, float* partial, int splits,                                          \
-        int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,                  \
-        float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {                       \
-        extern __shared__ __align__(16) u8 shared[];                                                                    \
-        key_gradients<DK, DV>(shared, q, k, v, d_o, lse, delta, words, dk, dv, partial, splits, batch, q_len, kv_len,   \
-                              q_heads, kv_heads, start0, len0, start1, scale, seed_offset, draw, threshold, keep_scale); \
-    }
-#if DKV_APART
-KEY_GRADIENTS(attention_dk, true, false)
-KEY_GRADIENTS(attention_dv, false, true)
-#else
-KEY_GRADIENTS(attention_dkv, true, true)
-#endif
 
 // dk and dv from their partial sums, in order. Eight values a thread; blockIdx.y: 0 dk, 1 dv.
 extern "C" __global__ void __launch_bounds__(256) attention_dkv_sum(

@@ -40,7 +40,7 @@ struct Tiles {
     dq: (usize, usize, usize, usize),
     /// Warps (16 keys each), queries a tile, resident blocks.
     dkv: (usize, usize, usize),
-    /// dk and dv come from kernels of their own: together they do not fit registers.
+    /// dk and dv come from two launches: together they do not fit registers.
     dkv_apart: bool,
 }
 
@@ -79,7 +79,8 @@ impl Tiles {
         }
         tiles
     }
-    fn defines(&self, s: &AttnShape) -> Vec<(&'static str, String)> {
+    /// `[dk, dv]`: which of the two the dk/dv kernel computes.
+    fn defines(&self, s: &AttnShape, [dk, dv]: [bool; 2]) -> Vec<(&'static str, String)> {
         let all = [
             ("HEAD_DIM", s.head_dim),
             ("HEAD_DIM_V", s.value_dim()),
@@ -95,7 +96,8 @@ impl Tiles {
             ("DKV_WARPS", self.dkv.0),
             ("DKV_Q", self.dkv.1),
             ("DKV_BLOCKS_PER_SM", self.dkv.2),
-            ("DKV_APART", usize::from(self.dkv_apart)),
+            ("DKV_DK", usize::from(dk)),
+            ("DKV_DV", usize::from(dv)),
         ];
         all.into_iter().map(|(name, value)| (name, value.to_string())).collect()
     }
@@ -231,7 +233,7 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
     let shared = tile_bytes(s, rows + 2 * keys, 2 * keys);
-    let kernel = cuda.kernel(FORWARD, "attention_fwd", &tiles.defines(s), shared as u32)?;
+    let kernel = cuda.kernel(FORWARD, "attention_fwd", &tiles.defines(s, [true; 2]), shared as u32)?;
     let mut params: Vec<Param> = [q, k, v, words, o, lse].map(Param::Ptr).into();
     params.extend(shape_params(s));
     let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads;
@@ -279,7 +281,8 @@ pub(super) fn backward(
     let [q, k, v, o, lse, d_o] = inputs;
     let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
     let tiles = Tiles::of(s, cuda.cc);
-    let defines = tiles.defines(s);
+    let parts: &[[bool; 2]] = if tiles.dkv_apart { &[[true, false], [false, true]] } else { &[[true, true]] };
+    let defines = tiles.defines(s, parts[0]);
     let pointers = |list: &[DevPtr]| -> Vec<Param> { list.iter().copied().map(Param::Ptr).collect() };
 
     const DELTA_ROWS_PER_BLOCK: usize = 8;
@@ -296,10 +299,8 @@ pub(super) fn backward(
     params.push(Param::I32(splits as i32));
     params.extend(shape_params(s));
     let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads * splits;
-    let entries: &[&str] =
-        if tiles.dkv_apart { &["attention_dk", "attention_dv"] } else { &["attention_dkv"] };
-    for entry in entries {
-        let kernel = cuda.kernel(BACKWARD, entry, &defines, shared as u32)?;
+    for part in parts {
+        let kernel = cuda.kernel(BACKWARD, "attention_dkv", &tiles.defines(s, *part), shared as u32)?;
         issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
     }
 
