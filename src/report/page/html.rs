@@ -160,7 +160,7 @@ code{font-size:.92em;white-space:nowrap}
 body{max-width:none;padding:0;font-size:10pt}
 .wide{display:block!important}.narrow{display:none!important}
 figure,tr,.verdict{break-inside:avoid}
-h2,h3{break-after:avoid}
+h2,h3,.what,.legend{break-after:avoid}
 .scroll{overflow:visible}
 table{font-size:7.5pt}
 th,td{padding-right:6px}
