@@ -201,6 +201,8 @@ pub struct Moe {
     /// Capacity factor, when tokens may be dropped.
     pub capacity_factor: Option<f64>,
     pub pad_to_capacity: bool,
+    /// Over capacity the first tokens are kept, not those of highest probability.
+    pub drop_by_position: bool,
     /// `moe_expert_rank_capacity_factor`.
     pub rank_capacity_factor: Option<f64>,
     pub shared_expert_overlap: bool,

@@ -139,12 +139,6 @@ pub const FEATURES: &[Feature] = &[
     not_built("router input jitter", "set model.moe_input_jitter_eps=null", |e| {
         e.nonzero("model.moe_input_jitter_eps")
     }),
-    not_built("dropping tokens by position", "set model.moe_token_drop_policy=probs", |e| {
-        e.capacity_factor().is_some() && e.values.text("model.moe_token_drop_policy") == Some("position")
-    }),
-    not_built("a capacity factor without padding", "set model.moe_pad_expert_input_to_capacity=true", |e| {
-        e.moe() && e.capacity_factor().is_some() && !e.drop_and_pad()
-    }),
     not_built("the allgather dispatcher", "set model.moe_token_dispatcher_type=alltoall", |e| {
         e.moe() && e.dispatcher() == "allgather"
     }),

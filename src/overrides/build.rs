@@ -262,6 +262,7 @@ fn moe(e: &Effective) -> Moe {
             .map(str::to_owned),
         capacity_factor: e.capacity_factor(),
         pad_to_capacity: v.on("model.moe_pad_expert_input_to_capacity"),
+        drop_by_position: v.text("model.moe_token_drop_policy") == Some("position"),
         rank_capacity_factor: v.float("model.moe_expert_rank_capacity_factor"),
         shared_expert_overlap: v.on("model.moe_shared_expert_overlap"),
         input_jitter_eps: v.float("model.moe_input_jitter_eps"),

@@ -14,7 +14,7 @@ use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
 use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
 use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
-use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
+use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
 use crate::ops::rng::Rng;
@@ -348,8 +348,15 @@ fn moe(add: &mut Add) {
         (1030, 8, 8, true, Some(1030)),
         (130, 4, 16, false, Some(20)),
     ] {
-        let rows = capacity.map_or(tokens * topk, |c| c * experts);
-        add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows }));
+        let Some(most) = capacity else {
+            add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows: tokens * topk }));
+            continue;
+        };
+        for (padded, by_position) in [(true, false), (true, true), (false, false), (false, true)] {
+            let capacity = Some(Capacity { rows: most, padded, by_position });
+            let rows = if padded { most * experts } else { tokens * topk };
+            add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows }));
+        }
     }
     for (rows, in_rows, hidden, div) in [(8, 4, 8, 2), (616, 77, 264, 8), (300, 300, 2048, 1)] {
         for probs in [false, true] {

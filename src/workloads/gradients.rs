@@ -121,6 +121,15 @@ fn weights(program: &Program) -> Vec<(BufId, BufId)> {
     program.buffers.iter().filter(weight).map(pair).collect()
 }
 
+/// A capacity factor that drops tokens, without padding.
+fn dropped() -> RunConfig {
+    let mut cfg = padded();
+    if let Some(moe) = &mut cfg.model.moe {
+        (moe.capacity_factor, moe.pad_to_capacity, moe.drop_by_position) = (Some(0.75), false, true);
+    }
+    cfg
+}
+
 /// Checks a configuration whose random choices do not depend on its weights; returns how many weights it has.
 fn check(what: &str, mut cfg: RunConfig) -> usize {
     cfg.optimizer.kind = "none".into();
@@ -157,6 +166,7 @@ fn every_weight_has_the_gradient_of_the_loss() {
         ("alltoall", moe(Dispatcher::Alltoall)),
         ("flex", moe(Dispatcher::Flex)),
         ("padded", padded()),
+        ("dropped", dropped()),
         ("hybrid", hybrid()),
     ] {
         assert!(check(what, cfg) >= 13, "{what}");

@@ -132,6 +132,7 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
         flex_backend: None,
         capacity_factor: None,
         pad_to_capacity: false,
+        drop_by_position: false,
         rank_capacity_factor: None,
         shared_expert_overlap: false,
         input_jitter_eps: None,

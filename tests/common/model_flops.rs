@@ -1,6 +1,6 @@
 //! FLOPs of a step that a model asks for, by the formulas of the field, without a look at any launch.
 
-use mbperf::config::{Activation, LayerKind, RunConfig};
+use mbperf::config::{Activation, LayerKind, Mla, RunConfig};
 use mbperf::workloads::share::RankShare;
 
 /// Forward and backward of one multiplication by a weight: 2 and 4 FLOPs.
@@ -38,14 +38,31 @@ fn matrices(cfg: &RunConfig) -> usize {
     if matches!(cfg.model.activation, Activation::SquaredRelu | Activation::Gelu) { 2 } else { 3 }
 }
 
+/// Products of every query with the keys, and of the probabilities with the values, up to its own position.
+fn causal_core(cfg: &RunConfig, share: &RankShare, key: usize, value: usize) -> f64 {
+    let pairs: f64 =
+        share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum();
+    BOTH_PASSES * 2.0 * pairs * product(&[cfg.batch.micro_batch_size, share.heads, key + value])
+}
+
 fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
     let (h, d) = (cfg.model.hidden_size, cfg.model.kv_channels);
+    if let Some(m) = &cfg.model.mla {
+        return latent_attention(h, m, cfg, share);
+    }
     let weights = product(&[h, d, 2 * share.heads + 2 * share.kv_heads]);
-    // Two products of a query with every key up to its own position.
-    let causal: f64 =
-        share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum();
-    let scores = 4.0 * causal * product(&[cfg.batch.micro_batch_size, share.heads, d]);
-    PER_WEIGHT * weights * share.tokens as f64 + BOTH_PASSES * scores
+    PER_WEIGHT * weights * share.tokens as f64 + causal_core(cfg, share, d, d)
+}
+
+/// Down-projections are whole on every tensor rank and work on the rows that it keeps.
+fn latent_attention(h: usize, m: &Mla, cfg: &RunConfig, share: &RankShare) -> f64 {
+    let (key, value) = (m.qk_head_dim + m.qk_pos_emb_head_dim, m.v_head_dim);
+    let down = h * (m.q_lora_rank.unwrap_or(0) + m.kv_lora_rank + m.qk_pos_emb_head_dim);
+    let q = share.heads * key * m.q_lora_rank.unwrap_or(h);
+    let kv = share.heads * (m.qk_head_dim + value) * m.kv_lora_rank;
+    let up = q + kv + share.heads * value * h;
+    let weights = product(&[down, share.tokens_sequence_parallel]) + product(&[up, share.tokens]);
+    PER_WEIGHT * weights + causal_core(cfg, share, key, value)
 }
 
 fn mlp(cfg: &RunConfig, share: &RankShare) -> f64 {

@@ -1,8 +1,9 @@
-// Stable counting sort of (token, choice) pairs by bin. Constant: BINS (1..512). Blocks of 1024 threads.
+// Stable counting sort of (token, choice) pairs by bin. Constants: BINS (1..512), PADDED and BY_POSITION (0 or 1, of
+// moe_select). Blocks of 1024 threads.
 //
 // 1. moe_histogram: counts of each block of 1024 pairs.
 // 2. moe_scatter: every block sums the counts before its own, ranks its pairs, writes their rows.
-// 3. moe_select (capacity only): one block a bin keeps the pairs of highest probability.
+// 3. moe_select (capacity only): one block a bin keeps the pairs of highest probability, or the first ones.
 // All atomics are on integers in sums that do not depend on order.
 
 #define PAIRS 1024
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS) moe_scatter(
     }
 }
 
-// probs, pairs sorted by bin -> offsets, dest, src with `capacity` rows a bin. One block a bin.
+// probs, pairs sorted by bin -> offsets, dest, src with at most `capacity` rows a bin. One block a bin.
 //
 // The capacity-th largest key is found by four passes of 256-way counting: O(pairs of the bin), some 10 us for
 // 4096. Keys: float bits in an order-preserving form.
@@ -134,6 +135,9 @@ extern "C" __global__ void __launch_bounds__(PAIRS, 1) moe_select(
     const int begin = bounds[bin], n = bounds[bin + 1] - begin;
     const int* mine = sorted + begin;
     auto key_of = [&](int pair) {
+#if BY_POSITION
+        return 1u;  // all equal: the first ones are kept
+#endif
         const u32 bits = __float_as_uint(probs[pair]);
         return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
     };
@@ -165,6 +169,13 @@ extern "C" __global__ void __launch_bounds__(PAIRS, 1) moe_select(
         equals = need;
     }
 
+#if PADDED
+    const int first = bin * capacity;
+#else
+    int first;
+    block_scan(tid < bin ? min(bounds[tid + 1] - bounds[tid], capacity) : 0, scratch, &first);
+#endif
+
     // Kept pairs in order: those above the cut, and the first `equals` at the cut.
     int kept_before = 0, equal_before = 0;
     for (int base = 0; base < n; base += PAIRS) {
@@ -177,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS, 1) moe_select(
         const bool kept = capacity > 0 && pair >= 0 && (key > cut || (equal && equal_rank < equals));
         const int rank = kept_before + block_scan(kept, scratch, &kept_total);
         if (pair >= 0) {
-            const int row = kept ? bin * capacity + rank : -1;
+            const int row = kept ? first + rank : -1;
             dest[pair] = row;
             if (kept) src[row] = pair;
         }
@@ -185,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS, 1) moe_select(
         kept_before += kept_total;
     }
     if (tid == 0) {
-        offsets[bin] = bin * capacity;
-        if (bin == BINS - 1) offsets[BINS] = BINS * capacity;
+        offsets[bin] = first;
+        if (bin == BINS - 1) offsets[BINS] = first + (PADDED ? capacity : kept_before);
     }
 }

@@ -18,10 +18,8 @@ const BLOCK_PAIRS: usize = 1024;
 /// I32 `[1]`.
 ///
 /// Bin = expert, or expert modulo `experts` (one process plays all ranks). Pairs of experts outside the bins
-/// are dropped. Without `capacity` bins follow one another without gaps and pairs keep their order; rows
-/// beyond R are dropped, offsets end at R, and `fault` is 1. With `capacity` bin b owns rows
-/// b*capacity..(b+1)*capacity and keeps its pairs of highest probability (lower pair first among equals), in
-/// the order of pairs.
+/// are dropped. Bins follow one another without gaps and pairs keep their order; rows beyond R are dropped, offsets
+/// end at R, and `fault` is 1. With `capacity` a bin keeps that many pairs, see [`Capacity`], in the order of pairs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MoeSort {
     pub tokens: usize,
@@ -29,10 +27,20 @@ pub struct MoeSort {
     /// Bins.
     pub experts: usize,
     pub modulo: bool,
-    /// Rows of each bin.
-    pub capacity: Option<usize>,
+    pub capacity: Option<Capacity>,
     /// R: rows that buffers are sized for.
     pub rows: usize,
+}
+
+/// Most pairs of a bin (Megatron-Core `moe_expert_capacity_factor`, `moe_token_drop_policy`,
+/// `moe_pad_expert_input_to_capacity`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capacity {
+    pub rows: usize,
+    /// Bin b owns rows b*rows..(b+1)*rows, whatever it gets; otherwise bins follow one another without gaps.
+    pub padded: bool,
+    /// The first pairs are kept, otherwise those of highest probability (lower pair first among equals).
+    pub by_position: bool,
 }
 
 impl MoeSort {
@@ -57,16 +65,20 @@ impl MoeSort {
             )));
         }
         match self.capacity {
-            Some(capacity) if capacity.saturating_mul(self.experts) > self.rows => {
-                Err(DeviceError::Invalid(format!(
-                    "moe_sort: {} experts of capacity {capacity} need {} rows, there are {}; raise the row bound",
-                    self.experts,
-                    capacity.saturating_mul(self.experts),
-                    self.rows
-                )))
-            }
+            Some(c) if self.most_rows(c) > self.rows => Err(DeviceError::Invalid(format!(
+                "moe_sort: {} experts of capacity {} need {} rows, there are {}; raise the row bound",
+                self.experts,
+                c.rows,
+                self.most_rows(c),
+                self.rows
+            ))),
             _ => Ok(()),
         }
+    }
+    /// Rows that bins of a capacity can need.
+    fn most_rows(&self, c: Capacity) -> usize {
+        let all = c.rows.saturating_mul(self.experts);
+        if c.padded { all } else { all.min(self.pairs()) }
     }
     fn bin(&self, expert: i32) -> Option<usize> {
         let expert = usize::try_from(expert).ok()?;
@@ -91,12 +103,14 @@ impl MoeSort {
         for (b, pairs) in bins.iter_mut().enumerate() {
             let first = end;
             match self.capacity {
-                Some(capacity) => {
-                    // Stable: the lower pair stays first among equal probabilities.
-                    pairs.sort_by(|&i, &j| probs[j].f64().total_cmp(&probs[i].f64()));
-                    pairs.truncate(capacity);
+                Some(c) => {
+                    if !c.by_position {
+                        // Stable: the lower pair stays first among equal probabilities.
+                        pairs.sort_by(|&i, &j| probs[j].f64().total_cmp(&probs[i].f64()));
+                    }
+                    pairs.truncate(c.rows);
                     pairs.sort_unstable();
-                    end += capacity;
+                    end += if c.padded { c.rows } else { pairs.len() };
                 }
                 None => end += pairs.len(),
             }
@@ -157,7 +171,12 @@ impl Op for MoeSort {
     cpu_reference!();
     fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError> {
         self.check()?;
-        let defines = [("BINS", self.experts.to_string())];
+        let flag = |on: Option<bool>| (on.unwrap_or(false) as u32).to_string();
+        let defines = [
+            ("BINS", self.experts.to_string()),
+            ("PADDED", flag(self.capacity.map(|c| c.padded))),
+            ("BY_POSITION", flag(self.capacity.map(|c| c.by_position))),
+        ];
         let histogram = cuda.kernel(SOURCE, "moe_histogram", &defines, 0)?;
         let scatter = cuda.kernel(SOURCE, "moe_scatter", &defines, 0)?;
         let select = cuda.kernel(SOURCE, "moe_select", &defines, 0)?;
@@ -210,7 +229,7 @@ impl Op for MoeSort {
                     offsets.into(),
                     dest.into(),
                     src.into(),
-                    Param::I32(capacity as i32),
+                    Param::I32(capacity.rows as i32),
                 ],
             )?);
         }

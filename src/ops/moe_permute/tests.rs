@@ -3,6 +3,7 @@ use crate::ops::Op;
 use crate::ops::testing::{check_f32_against_f64, inputs, normals, run_f64};
 
 fn sort(tokens: usize, topk: usize, experts: usize, capacity: Option<usize>, rows: usize) -> MoeSort {
+    let capacity = capacity.map(|rows| Capacity { rows, padded: true, by_position: false });
     MoeSort { tokens, topk, experts, modulo: false, capacity, rows }
 }
 
@@ -43,6 +44,23 @@ fn capacity_keeps_the_most_probable_in_token_order() {
 }
 
 #[test]
+fn a_capacity_without_padding_leaves_no_gaps() {
+    let index = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0];
+    let probs = [0.3, 0.9, 0.3, 0.1, 0.2, 0.4];
+    let policy = |by_position| MoeSort {
+        capacity: Some(Capacity { rows: 2, padded: false, by_position }),
+        ..sort(6, 1, 3, None, 6)
+    };
+    let [offsets, dest, src, fault] = sorted(&policy(false), &index, &probs);
+    assert_eq!(offsets, [0.0, 2.0, 3.0, 3.0]);
+    assert_eq!(dest, [-1.0, 0.0, -1.0, -1.0, 2.0, 1.0]);
+    assert_eq!(src, [1.0, 5.0, 4.0, -1.0, -1.0, -1.0]);
+    assert_eq!(fault, [0.0]);
+    let [_, dest, ..] = sorted(&policy(true), &index, &probs);
+    assert_eq!(dest, [0.0, 1.0, -1.0, -1.0, 2.0, -1.0], "by position the first stay");
+}
+
+#[test]
 fn overflow_is_a_fault_and_stays_inside_the_rows() {
     let [offsets, dest, src, fault] = sorted(&sort(4, 1, 2, None, 3), &[1.0, 1.0, 0.0, 1.0], &[1.0; 4]);
     assert_eq!(fault, [1.0]);
@@ -54,12 +72,23 @@ fn overflow_is_a_fault_and_stays_inside_the_rows() {
 #[test]
 fn dest_and_src_are_inverse() {
     for capacity in [None, Some(40)] {
-        let op = MoeSort { modulo: true, ..sort(301, 3, 7, capacity, 1000) };
-        let out = run_f64(&op, &inputs(&op, 5));
+        let mut op = MoeSort { modulo: true, ..sort(301, 3, 7, capacity, 1000) };
+        for padded in [true, false] {
+            if let Some(c) = &mut op.capacity {
+                c.padded = padded;
+            }
+            check_inverse(&op);
+        }
+    }
+}
+
+fn check_inverse(op: &MoeSort) {
+    {
+        let out = run_f64(op, &inputs(op, 5));
         let (dest, src) = (&out[3], &out[4]);
         let kept = dest.iter().filter(|&&r| r >= 0.0).count();
         assert_eq!(kept, src.iter().filter(|&&p| p >= 0.0).count());
-        assert!(capacity.is_some() || kept == 903);
+        assert!(op.capacity.is_some() || kept == 903);
         for (pair, &row) in dest.iter().enumerate().filter(|(_, r)| **r >= 0.0) {
             assert_eq!(src[row as usize], pair as f64);
         }

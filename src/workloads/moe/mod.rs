@@ -23,6 +23,7 @@ use super::share::RankShare;
 use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
 use crate::config::{Dispatcher, Moe, RunConfig};
+use crate::ops::moe_permute::Capacity;
 use crate::program::{BufId, DType, Part, Pass};
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Result<Vec<Spec>, WorkloadError> {
@@ -74,7 +75,7 @@ struct Dims {
     /// Rows that buffers of dispatched rows are sized for.
     rows: usize,
     /// Rows an expert may get, if tokens may be dropped.
-    capacity: Option<usize>,
+    capacity: Option<Capacity>,
     /// Rows of every bin are static (drop and pad).
     padded: bool,
     /// Bins of the first sort: all experts (alltoall over several ranks) or the local ones.
@@ -91,15 +92,19 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
     let (t, local, topk) = (s.split_tokens, s.share.experts, moe.router_topk);
     let bins = if two_sorts { moe.num_experts } else { local };
     // Megatron-Core `get_capacity`: ceil(tokens * topk / experts * factor), here of the bins that are sorted into.
-    let capacity =
-        moe.capacity_factor.map(|factor| ((t * topk) as f64 / bins as f64 * factor).ceil() as usize);
-    let padded = capacity.is_some() && moe.pad_to_capacity;
+    let capacity = moe.capacity_factor.map(|factor| Capacity {
+        rows: ((t * topk) as f64 / bins as f64 * factor).ceil() as usize,
+        padded: moe.pad_to_capacity,
+        by_position: moe.drop_by_position,
+    });
+    let padded = capacity.is_some_and(|c| c.padded);
     let rank_rows = moe.rank_capacity_factor.map(|factor| ((t * topk) as f64 * factor).ceil() as usize);
     // One process receives exactly the rows it sends, so a bound above 1 reserves nothing more here.
     let bound = (((t * topk) as f64 * moe.row_bound).ceil() as usize).min(t * topk);
-    let rows = match (padded, capacity) {
-        (true, Some(c)) => c * bins,
-        _ => rank_rows.unwrap_or(bound),
+    let rows = match capacity {
+        Some(c) if c.padded => c.rows * bins,
+        Some(c) => bound.min(c.rows * bins),
+        None => rank_rows.unwrap_or(bound),
     };
     let static_rows = padded || rank_rows.is_some();
     Dims {
