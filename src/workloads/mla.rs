@@ -186,6 +186,7 @@ impl Stack<'_> {
         let kv_latent = self.latent_norm(l, "kv", kv_latent, d.kv_rank)?;
         let k_rope = self.gather_tokens(l, "attn.k_rope", k_rope, d.rotary);
 
+        let up = self.here();
         match (q_latent, d.q_rank) {
             (Some(latent), Some(rank)) => {
                 let latent = self.gather_tokens(l, "attn.q_latent", latent, rank);
@@ -204,6 +205,8 @@ impl Stack<'_> {
         self.forward_product(kv, kv_latent, w.value, d.t, d.kv, d.kv_rank, None);
         let (k, v) = (self.act(l, "attn.k", &[d.t, d.q]), self.act(l, "attn.v", &[d.t, d.v]));
         self.b.launch(MlaRopeFwd { shape: self.mla_rope(m) }, &[q, kv, k_rope, k, v]);
+        self.recomputable("mla_up_proj", up, &[]);
+        let core = self.here();
 
         let (k, v) = (self.gather_context(l, "k", k, d.q), self.gather_context(l, "v", v, d.v));
         let shape = self.attn_shape(l);
@@ -213,6 +216,7 @@ impl Stack<'_> {
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
         self.b.launch(AttnFwd { shape }, &args);
+        self.recomputable("core_attn", core, &[o]);
         let w = self.mla_weight(l, "proj")?;
         Ok(self.closing_product(l, "attn", o, w.value, d.h, d.v, x))
     }

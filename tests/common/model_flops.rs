@@ -1,6 +1,6 @@
 //! FLOPs of a step that a model asks for, by the formulas of the field, without a look at any launch.
 
-use mbperf::config::{Activation, LayerKind, RunConfig};
+use mbperf::config::{Activation, LayerKind, Mla, RunConfig};
 use mbperf::workloads::share::RankShare;
 
 /// Forward and backward of one multiplication by a weight: 2 and 4 FLOPs.
@@ -18,7 +18,18 @@ pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
     let layers: f64 = share.layers.iter().map(|l| layer(l.kind, cfg, share)).sum();
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
-    (layers + PER_WEIGHT * head) * cfg.batch.num_microbatches as f64
+    (layers + PER_WEIGHT * head + ahead(cfg, share, head)) * cfg.batch.num_microbatches as f64
+}
+
+/// Multi-token prediction, where the rank has it: for each depth its layers, a projection from 2h to h, and the head.
+fn ahead(cfg: &RunConfig, share: &RankShare, head: f64) -> f64 {
+    if share.mtp_layers == 0 {
+        return 0.0;
+    }
+    let h = cfg.model.hidden_size;
+    let layers: f64 = cfg.model.mtp_layers.iter().map(|kind| layer(*kind, cfg, share)).sum();
+    let projection = product(&[2 * h, h / cfg.parallel.tp, share.tokens]);
+    cfg.model.mtp_num_layers as f64 * (layers + PER_WEIGHT * (projection + head))
 }
 
 /// Of one micro-batch.
@@ -38,12 +49,33 @@ fn matrices(cfg: &RunConfig) -> usize {
     if matches!(cfg.model.activation, Activation::SquaredRelu | Activation::Gelu) { 2 } else { 3 }
 }
 
+/// Pairs of a query and a key up to its own position, of one sequence and head.
+fn causal_pairs(share: &RankShare) -> f64 {
+    share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum()
+}
+
+/// Down-projections on the rows of the tensor rank, up-projections and the output on all rows of its heads.
+fn latent_attention(cfg: &RunConfig, mla: &Mla, share: &RankShare) -> f64 {
+    let (h, heads) = (cfg.model.hidden_size, share.heads);
+    let (qk, v) = (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim);
+    let down = h * (mla.q_lora_rank.unwrap_or(0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim);
+    let up = mla.q_lora_rank.unwrap_or(h) * heads * qk
+        + mla.kv_lora_rank * heads * (mla.qk_head_dim + v)
+        + heads * v * h;
+    let weights = product(&[down, share.tokens_sequence_parallel]) + product(&[up, share.tokens]);
+    // One product as wide as a key, one as wide as a value.
+    let scores = 2.0 * causal_pairs(share) * product(&[cfg.batch.micro_batch_size, heads, qk + v]);
+    PER_WEIGHT * weights + BOTH_PASSES * scores
+}
+
 fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
+    if let Some(mla) = &cfg.model.mla {
+        return latent_attention(cfg, mla, share);
+    }
     let (h, d) = (cfg.model.hidden_size, cfg.model.kv_channels);
     let weights = product(&[h, d, 2 * share.heads + 2 * share.kv_heads]);
     // Two products of a query with every key up to its own position.
-    let causal: f64 =
-        share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum();
+    let causal = causal_pairs(share);
     let scores = 4.0 * causal * product(&[cfg.batch.micro_batch_size, share.heads, d]);
     PER_WEIGHT * weights * share.tokens as f64 + BOTH_PASSES * scores
 }

@@ -6,7 +6,7 @@ use crate::config::{LayerKind, RunConfig};
 use crate::device::cpu::{CpuExecutor, Storage};
 use crate::device::{Arm, Executor};
 use crate::program::memory::{self, lifetimes};
-use crate::workloads::testing::{dense, hybrid, moe, padded, program};
+use crate::workloads::testing::{deepseek, dense, hybrid, moe, padded, program};
 
 fn selective(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
     cfg.recompute.granularity = Some("selective".into());
@@ -37,6 +37,19 @@ fn shared(dispatcher: Dispatcher) -> RunConfig {
 fn split(mut cfg: RunConfig) -> RunConfig {
     (cfg.parallel.tp, cfg.parallel.sequence_parallel, cfg.parallel.cp) = (2, true, 2);
     cfg.identity.num_gpus = 4 * cfg.parallel.ep;
+    cfg
+}
+
+/// Multi-latent attention, and a depth of multi-token prediction.
+fn predicting() -> RunConfig {
+    let mut cfg = deepseek();
+    cfg.model.mtp_num_layers = 1;
+    cfg
+}
+
+fn latent() -> RunConfig {
+    let mut cfg = dense();
+    (cfg.model.mla, cfg.model.num_query_groups) = (deepseek().model.mla, cfg.model.num_attention_heads);
     cfg
 }
 
@@ -81,7 +94,12 @@ fn spoilt_step(cfg: &RunConfig) -> Vec<u64> {
 
 #[test]
 fn losses_and_gradients_have_the_same_bits_as_without() {
-    let cases: [(&str, RunConfig, &[&[&str]]); 7] = [
+    let cases: [(&str, RunConfig, &[&[&str]]); 8] = [
+        (
+            "latent",
+            predicting(),
+            &[&["mla_up_proj"], &["mla_up_proj", "core_attn", "mlp", "moe_act"], &["mla_up_proj", "moe"]],
+        ),
         ("dense", dense(), &[&["core_attn"], &["mlp"], &["core_attn", "mlp"]]),
         (
             "alltoall",
@@ -166,6 +184,7 @@ fn each_module_repeats_its_launches_once_a_layer_and_micro_batch() {
     };
     assert_eq!(of(dense(), &["core_attn"]), "attention_fwd");
     assert_eq!(of(dense(), &["mlp"]), "rmsnorm_fwd gemm swiglu_fwd gemm");
+    assert_eq!(of(latent(), &["mla_up_proj"]), "gemm gemm mla_rope_fwd");
     // Upstream fuses the norms of a dense layer with the products behind them.
     assert_eq!(of(dense(), &["layernorm", "moe", "moe_act", "shared_experts"]), "");
     assert_eq!(of(moe(Dispatcher::Flex), &["layernorm"]), "rmsnorm_fwd");
@@ -204,6 +223,9 @@ fn full_recompute_repeats_the_layers_that_the_method_names() {
     assert_eq!(groups(&full(cfg.clone(), "block", 2), &share), [0..1, 1..2, 3..4, 4..5]);
     assert_eq!(groups(&full(cfg.clone(), "uniform", 2), &share), [0..2, 2..3, 3..5]);
     assert!(groups(&cfg, &share).is_empty());
+    // A depth of multi-token prediction behind the chunks is repeated whatever the number of layers.
+    cfg.model.mtp_num_layers = 1;
+    assert_eq!(layers(&full(cfg, "block", 1)), [5, 0]);
 }
 
 /// Planned arena and least possible bytes of the eager arm.
