@@ -320,12 +320,12 @@ impl Scale {
                     .filter(|v| self.holds(*v))
                     .collect();
             }
+            if values.is_empty() {
+                // Between two neighbours of 1, 2, 5: the ends.
+                values = vec![self.low, self.high];
+            }
             let every = values.len().div_ceil(most.max(2));
-            return values
-                .into_iter()
-                .step_by(every)
-                .map(|v| (v, crate::report::columns::number(v)))
-                .collect();
+            return values.into_iter().step_by(every).map(|v| (v, super::html::shown(v))).collect();
         }
         // A wide step may leave a single tick: a finer one then.
         let finer = [1.0, 2.0, 4.0].map(|f| self.steps(most.max(2) as f64 * f));
