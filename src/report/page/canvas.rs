@@ -278,7 +278,11 @@ pub struct Scale {
 impl Scale {
     /// `pixels` may run backwards; an empty range is widened.
     pub fn new(low: f64, high: f64, pixels: (f64, f64)) -> Self {
-        let pad = if high > low { 0.0 } else { (low.abs() * 0.05).max(f64::MIN_POSITIVE.sqrt()) };
+        let pad = match low {
+            _ if high > low => 0.0,
+            0.0 => 1.0,
+            _ => low.abs() * 0.05,
+        };
         Scale { low: low - pad, high: high + pad, pixels, log: false }
     }
 
