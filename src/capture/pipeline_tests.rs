@@ -236,6 +236,14 @@ fn memory_follows_the_micro_batches_in_flight() {
     assert!(by_rank[0].1 > by_rank[2].1 + held * 3 / 2, "{by_rank:?}");
     assert_eq!(peak(1, 8), peak(1, 16), "in flight as many");
     assert!(peak(0, 2).1 < peak(0, 4).1, "fewer micro-batches than stages");
+    // Chunks share the slots, so that the arena comes near to what is live at once.
+    let chunks = plan(program(&staged(dense(), 4, 2, 0, 12)), &dense().graph, 1).unwrap().eager.memory;
+    assert!(
+        chunks.arena_bytes * 5 <= chunks.live_peak_bytes * 6,
+        "{} of {}",
+        chunks.arena_bytes,
+        chunks.live_peak_bytes
+    );
     // Graphs: buffers by slot, so four slots of a layer's static memory and not eight.
     let graphs =
         |micro_batches| graph_arm(&te(staged(dense(), 4, 1, 0, micro_batches), &[])).memory.arena_bytes;
