@@ -16,6 +16,7 @@ pub mod grouped_gemm;
 pub mod mamba_conv;
 pub mod moe_permute;
 pub mod optimizer;
+pub mod output_gate;
 pub mod rmsnorm;
 pub mod rng;
 pub mod rope;

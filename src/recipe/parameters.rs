@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Values, layer_kinds, padded_vocab};
+use super::{DELTA_NET, Values, layer_kinds, padded_vocab};
 use crate::config::LayerKind;
 
 /// Parameters of the decoder with embedding and head, without multi-token prediction.
@@ -14,8 +14,7 @@ pub struct Parameters {
 }
 
 /// What [`parameters`] has no formula for; a key that is set or on.
-const UNCOUNTED: [&str; 5] =
-    ["multi_latent_attention", "attention_variant", "hyper_connections", "vision", "diffusion"];
+const UNCOUNTED: [&str; 4] = ["multi_latent_attention", "hyper_connections", "vision", "diffusion"];
 
 struct Architecture<'a>(&'a Values);
 
@@ -68,6 +67,14 @@ impl Architecture<'_> {
         let rest = hidden + experts * hidden + bias + shared + 2 * latent * hidden;
         (rest + experts * expert, rest + self.size("moe_router_topk") * expert)
     }
+    fn delta_net(&self, hidden: u64) -> u64 {
+        let (heads, width) = (self.size("linear_num_value_heads"), self.size("linear_value_head_dim"));
+        let keys = self.size("linear_num_key_heads") * self.size("linear_key_head_dim");
+        let (values, conv) = (heads * width, 2 * keys + heads * width);
+        let taps = self.or("linear_conv_kernel_dim", 4);
+        // Norm; in-projection to z, q, k, v, b, alpha; convolution; A and step bias; norm of a head; out-projection.
+        hidden + (values + conv + 2 * heads) * hidden + conv * taps + 2 * heads + width + values * hidden
+    }
     fn mamba(&self, hidden: u64) -> u64 {
         let heads = self.size("mamba_num_heads");
         let inner = heads * self.size("mamba_head_dim");
@@ -81,7 +88,8 @@ impl Architecture<'_> {
 /// Counts a model's parameters; `None` where a part has no formula here, or the layers cannot be told.
 pub fn parameters(values: &Values) -> Option<Parameters> {
     let a = Architecture(values);
-    if UNCOUNTED.iter().any(|key| a.on(key)) {
+    let variant = a.value("attention_variant").is_some_and(|v| v.as_str() != Some(DELTA_NET));
+    if variant || UNCOUNTED.iter().any(|key| a.on(key)) {
         return None;
     }
     let hidden = a.size("hidden_size");
@@ -96,6 +104,11 @@ pub fn parameters(values: &Values) -> Option<Parameters> {
             LayerKind::MlpOnly => (dense, dense),
             LayerKind::Dense => (a.attention(hidden) + dense, a.attention(hidden) + dense),
             LayerKind::MoeOnly => a.experts(hidden),
+            LayerKind::DeltaDense => (a.delta_net(hidden) + dense, a.delta_net(hidden) + dense),
+            LayerKind::DeltaMoe => {
+                let (total, active) = a.experts(hidden);
+                (a.delta_net(hidden) + total, a.delta_net(hidden) + active)
+            }
             LayerKind::Moe => {
                 let (total, active) = a.experts(hidden);
                 (a.attention(hidden) + total, a.attention(hidden) + active)
@@ -109,12 +122,12 @@ pub fn parameters(values: &Values) -> Option<Parameters> {
 
 /// Layers of the whole model that each scope can capture, scopes without any left out (rules file, section 5).
 pub fn graphable(kinds: &[LayerKind]) -> Vec<(&'static str, usize)> {
-    use LayerKind::{AttnOnly, Dense, Mamba, MlpOnly, Moe, MoeOnly};
+    use LayerKind::{AttnOnly, DeltaDense, DeltaMoe, Dense, Mamba, MlpOnly, Moe, MoeOnly};
     let count = |of: &[LayerKind]| kinds.iter().filter(|k| of.contains(k)).count();
-    let experts = count(&[Moe, MoeOnly]);
+    let experts = count(&[Moe, MoeOnly, DeltaMoe]);
     let scopes = [
-        ("attn", count(&[Dense, Moe, AttnOnly])),
-        ("mlp", count(&[Dense, MlpOnly])),
+        ("attn", count(&[Dense, Moe, AttnOnly, DeltaDense, DeltaMoe])),
+        ("mlp", count(&[Dense, MlpOnly, DeltaDense])),
         ("moe", experts),
         ("moe_router", experts),
         ("moe_preprocess", experts),
@@ -142,7 +155,14 @@ mod tests {
             }
             counted.push(m.model.as_str());
         }
-        for model in ["llama3_8b", "llama31_405b", "qwen3_30b_a3b", "nemotronh_56b", "nemotron_3_nano"] {
+        for model in [
+            "llama3_8b",
+            "llama31_405b",
+            "qwen3_30b_a3b",
+            "nemotronh_56b",
+            "nemotron_3_nano",
+            "qwen3_next_80b_a3b",
+        ] {
             assert!(counted.contains(&model), "{model} is not counted: {counted:?}");
         }
     }
@@ -156,6 +176,9 @@ mod tests {
         };
         // Rules file, section 4.
         assert_eq!(of("nemotronh_56b"), [("attn", 10), ("mlp", 54), ("mamba", 54)]);
+        // A gated delta net is a self-attention: `attn` captures all 48 layers.
+        let experts = [("moe", 48), ("moe_router", 48), ("moe_preprocess", 48)];
+        assert_eq!(of("qwen3_next_80b_a3b"), [&[("attn", 48)][..], &experts].concat());
         assert_eq!(
             of("nemotron_3_nano"),
             [("attn", 6), ("moe", 23), ("moe_router", 23), ("moe_preprocess", 23), ("mamba", 23)]

@@ -3,6 +3,7 @@
 //! There is no autograd: each layer file emits its forward and its backward launches itself.
 
 mod attention;
+mod delta_net;
 mod head;
 mod linear;
 mod mamba;
@@ -48,6 +49,7 @@ enum Sublayer {
     Mlp,
     Moe,
     Mamba,
+    DeltaNet,
 }
 
 fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
@@ -58,6 +60,8 @@ fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
         LayerKind::MlpOnly => Ok(&[Sublayer::Mlp]),
         LayerKind::MoeOnly => Ok(&[Sublayer::Moe]),
         LayerKind::Mamba => Ok(&[Sublayer::Mamba]),
+        LayerKind::DeltaDense => Ok(&[Sublayer::DeltaNet, Sublayer::Mlp]),
+        LayerKind::DeltaMoe => Ok(&[Sublayer::DeltaNet, Sublayer::Moe]),
     }
 }
 

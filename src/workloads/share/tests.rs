@@ -27,6 +27,7 @@ fn dense(layers: usize) -> ShareInput {
         vocab: 128256,
         experts: None,
         mamba: None,
+        delta_net: None,
         micro_batch: 1,
         global_batch: 128,
         seq: 8192,
