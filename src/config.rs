@@ -133,7 +133,7 @@ pub struct Model {
     pub rotary_base: f64,
     /// Part of each head that is rotated.
     pub rotary_percent: f64,
-    /// Llama 3.1's scaling of low rotary frequencies.
+    /// Scaling of low rotary frequencies.
     pub rope_scaling: Option<crate::ops::rope::RopeScaling>,
     pub tied_embeddings: bool,
     pub init_method_std: f64,
@@ -142,8 +142,25 @@ pub struct Model {
     pub moe: Option<Moe>,
     pub mamba: Option<Mamba>,
     pub delta_net: Option<DeltaNet>,
+    /// Multi-latent attention in place of plain one; `num_query_groups` and `kv_channels` then mean nothing.
+    pub mla: Option<Mla>,
     /// Multi-token-prediction layers.
     pub mtp_num_layers: usize,
+    /// Weight of their mean loss.
+    pub mtp_loss_scaling_factor: f64,
+}
+
+/// Sizes of multi-latent attention.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Mla {
+    /// Width of the query latent; `None`: queries straight from the hidden state.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the latent of keys and values.
+    pub kv_lora_rank: usize,
+    /// Elements of a query and key head that are not rotated, and that are.
+    pub qk_head_dim: usize,
+    pub qk_pos_emb_head_dim: usize,
+    pub v_head_dim: usize,
 }
 
 /// Sizes of Mamba-2 layers.
@@ -178,11 +195,20 @@ pub struct Moe {
     pub ffn_hidden_size: usize,
     /// Width of the shared expert, if there is one.
     pub shared_expert_intermediate_size: Option<usize>,
+    /// The shared expert's output is weighed by a sigmoid gate.
+    pub shared_expert_gate: bool,
+    /// Width that tokens are projected to before the experts, if it is another than hidden.
+    pub latent_size: Option<usize>,
     pub score_function: ScoreFunction,
     /// True: scores over all experts, then top-k. False: top-k, then scores over those.
     pub pre_softmax: bool,
     pub topk_scaling_factor: Option<f64>,
+    /// Experts lie in this many groups, of which a token's experts come from `group_topk`; 1: no groups.
+    pub num_groups: usize,
+    pub group_topk: usize,
     pub expert_bias: bool,
+    /// How far the expert bias moves a step.
+    pub bias_update_rate: f64,
     pub aux_loss_coeff: f64,
     pub load_balancing_type: String,
     pub force_load_balancing: bool,
@@ -234,6 +260,9 @@ pub struct Parallel {
     pub last_stage_layers: Option<usize>,
     pub account_for_embedding: bool,
     pub account_for_loss: bool,
+    /// Interleaved order: micro-batches that pass a virtual stage before the next one's turn; `None` is pp.
+    #[serde(default)]
+    pub microbatch_group_size: Option<usize>,
     pub use_distributed_optimizer: bool,
 }
 

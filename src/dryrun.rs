@@ -2,8 +2,9 @@
 //! graphs, memory plans of both arms.
 
 use crate::capture::{ArmPlan, RunPlan};
-use crate::config::RunConfig;
+use crate::config::{Recompute, RunConfig};
 use crate::program::{Part, Pass, Program};
+use crate::workloads::schedule::{Pipeline, notation, slots};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -28,13 +29,13 @@ pub struct PartCost {
     pub floor_ms: Option<f64>,
 }
 
-/// Costs of a step by part and pass.
-pub fn costs(program: &Program, gpu: &str) -> BTreeMap<(Part, Pass), PartCost> {
+/// Costs of a step by part, pass and whether the launches are repeated ones.
+pub fn costs(program: &Program, gpu: &str) -> BTreeMap<(Part, Pass, bool), PartCost> {
     let ceiling = CEILINGS.iter().find(|c| c.0 == gpu);
-    let mut out: BTreeMap<(Part, Pass), PartCost> = BTreeMap::new();
+    let mut out: BTreeMap<(Part, Pass, bool), PartCost> = BTreeMap::new();
     for l in &program.launches {
         let c = out
-            .entry((l.part, l.pass))
+            .entry((l.part, l.pass, l.recompute))
             .or_insert(PartCost { floor_ms: ceiling.map(|_| 0.0), ..Default::default() });
         let (flops, bytes) = (l.op.flops(), l.op.bytes());
         c.launches += 1;
@@ -51,6 +52,11 @@ fn name(x: impl serde::Serialize) -> String {
     serde_json::to_value(x).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
 }
 
+/// Repeated launches are a row of their own.
+fn pass_name(pass: Pass, recompute: bool) -> String {
+    if recompute { "recompute".into() } else { name(pass) }
+}
+
 const MIB: f64 = (1u64 << 20) as f64;
 
 fn memory(arm: &ArmPlan) -> Value {
@@ -62,17 +68,38 @@ fn memory(arm: &ArmPlan) -> Value {
     })
 }
 
+/// Passes of this stage: as many micro-batches as are run, and what the whole job would have in flight.
+fn pipeline(cfg: &RunConfig) -> Option<Value> {
+    if cfg.parallel.pp == 1 || cfg.stack_only {
+        return None;
+    }
+    let run = Pipeline::of(cfg, cfg.batch.num_microbatches);
+    let job = Pipeline::of(cfg, cfg.batch.num_microbatches_recipe);
+    let order = run.order();
+    let mut by_chunk = vec![0; run.vp];
+    for (turn, slot) in order.iter().zip(slots(&order)) {
+        if let Some(most) = by_chunk.get_mut(turn.chunk) {
+            *most = (slot + 1).max(*most);
+        }
+    }
+    Some(json!({
+        "pp_rank": run.pp_rank, "model_chunks": run.vp, "microbatch_group_size": run.group,
+        "warm_up_passes": run.warm_up(), "in_flight": run.in_flight(), "in_flight_job": job.in_flight(),
+        "activation_slots": by_chunk, "order": notation(&order),
+    }))
+}
+
 /// The `program` object of the dry run's JSON.
-pub fn describe(plan: &RunPlan, gpu: &str) -> Value {
+pub fn describe(plan: &RunPlan, cfg: &RunConfig) -> Value {
     let program = &plan.eager.program;
-    let parts: Vec<Value> = costs(program, gpu)
+    let parts: Vec<Value> = costs(program, &cfg.identity.gpu)
         .into_iter()
-        .map(|((part, pass), c)| {
-            json!({"part": name(part), "pass": name(pass), "launches": c.launches, "gflops": c.flops / 1e9,
+        .map(|((part, pass, recompute), c)| {
+            json!({"part": name(part), "pass": pass_name(pass, recompute), "launches": c.launches, "gflops": c.flops / 1e9,
                    "mib_moved": c.bytes / MIB, "floor_ms": c.floor_ms})
         })
         .collect();
-    let flops: f64 = program.launches.iter().map(|l| l.op.flops()).sum();
+    let repeated: Vec<_> = program.launches.iter().filter(|l| l.recompute).collect();
     let graph = plan.graph.as_ref().map(|g| {
         let captured: usize = g.segments.iter().filter(|s| s.graph.is_some()).map(|s| s.launches.len()).sum();
         let mut labels: Vec<(String, usize)> = Vec::new();
@@ -94,11 +121,31 @@ pub fn describe(plan: &RunPlan, gpu: &str) -> Value {
     json!({
         "launches": program.launches.len(),
         "buffers": program.buffers.len(),
-        "gflops": flops / 1e9,
+        "gflops": program.model_flops() / 1e9,
+        "recompute": {
+            "launches": repeated.len(),
+            "gflops": repeated.iter().map(|l| l.op.flops()).sum::<f64>() / 1e9,
+        },
         "parts": parts,
         "memory": memory(&plan.eager),
         "graph_arm": graph,
+        "pipeline": pipeline(cfg),
     })
+}
+
+fn recompute(r: &Recompute) -> String {
+    match r.granularity.as_deref() {
+        None => "none".into(),
+        Some("full") => {
+            let n = r.num_layers.unwrap_or(0);
+            match r.method.as_deref() {
+                Some("uniform") => format!("full, all layers in groups of {n}"),
+                _ => format!("full, the first {n} layers of the stage"),
+            }
+        }
+        Some(_) if r.modules.is_empty() => "selective, no module".into(),
+        Some(_) => format!("selective: {}", r.modules.join(", ")),
+    }
 }
 
 /// What was understood, for a person.
@@ -106,11 +153,18 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
     let (p, b, g) = (&cfg.parallel, &cfg.batch, &cfg.graph);
     let scope: Vec<String> = g.scope.iter().map(name).collect();
     let scope = if scope.is_empty() { "-".into() } else { scope.join(",") };
+    let stage = pipeline(cfg).map_or(String::new(), |p| {
+        format!(
+            " ({} model chunks, {} passes in flight, {} in the whole job)",
+            p["model_chunks"], p["in_flight"], p["in_flight_job"]
+        )
+    });
     format!(
         "{function}\n\
-         {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}\n\
+         {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}{stage}\n\
          micro-batch {}, sequence {}, micro-batches {} of {}\n\
          graphs: {} scope {scope}, warm-up {}, RNG tracker {}\n\
+         recompute: {}\n\
          approximations: {}\n",
         cfg.identity.num_gpus,
         p.tp,
@@ -126,6 +180,7 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
         name(g.implementation),
         g.warmup_steps,
         if g.te_rng_tracker { "on" } else { "off" },
+        recompute(&cfg.recompute),
         if cfg.approximations.is_empty() { "none".into() } else { cfg.approximations.join(", ") }
     )
 }
@@ -141,19 +196,24 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
         "part", "pass", "launches", "GFLOP", "MiB moved", "floor ms"
     );
     let mut total = PartCost { floor_ms: Some(0.0), ..Default::default() };
-    for ((part, pass), c) in costs(program, gpu) {
+    let mut repeated = None;
+    for ((part, pass, recompute), c) in costs(program, gpu) {
         let floor = c.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
         let _ = writeln!(
             out,
             "{:<16}{:<10}{:>9}{:>13.1}{:>12.0}{floor:>11}",
             name(part),
-            name(pass),
+            pass_name(pass, recompute),
             c.launches,
             c.flops / 1e9,
             c.bytes / MIB
         );
         total.launches += c.launches;
-        total.flops += c.flops;
+        if recompute {
+            *repeated.get_or_insert(0.0) += c.flops;
+        } else {
+            total.flops += c.flops;
+        }
         total.bytes += c.bytes;
         total.floor_ms = total.floor_ms.zip(c.floor_ms).map(|(a, b)| a + b);
     }
@@ -166,6 +226,13 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
         total.flops / 1e9,
         total.bytes / MIB
     );
+    if let Some(flops) = repeated {
+        let _ = writeln!(
+            out,
+            "Recompute: {:.1} GFLOP more, which are no model FLOPs and not in the sum.",
+            flops / 1e9
+        );
+    }
     let _ = match total.floor_ms {
         Some(_) => writeln!(
             out,
@@ -198,4 +265,42 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
         );
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture;
+    use crate::workloads::testing::{dense, program};
+
+    #[test]
+    fn recompute_is_listed_apart_from_the_model() {
+        let described = |cfg: &RunConfig| {
+            let plan = capture::plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
+            (describe(&plan, cfg), text(&plan, "h100"))
+        };
+        let mut cfg = dense();
+        let (plain, page) = described(&cfg);
+        assert_eq!(plain["recompute"], json!({"launches": 0, "gflops": 0.0}));
+        assert!(!page.to_lowercase().contains("recompute"), "{page}");
+        assert!(heading(&cfg, "tiny").contains("recompute: none"));
+        cfg.recompute.granularity = Some("selective".into());
+        cfg.recompute.modules = vec!["mlp".into()];
+        let (again, page) = described(&cfg);
+        assert!(heading(&cfg, "tiny").contains("recompute: selective: mlp"));
+        assert!(page.contains("mlp             recompute") && page.contains("no model FLOPs"), "{page}");
+        assert_eq!(again["gflops"], plain["gflops"]);
+        // Norm, two products and the activation, of two layers and two micro-batches.
+        assert_eq!(again["recompute"]["launches"], 16);
+        let launches = |v: &Value| v["launches"].as_u64().unwrap();
+        assert_eq!(launches(&again), launches(&plain) + 16);
+        let parts = again["parts"].as_array().unwrap();
+        let row = parts.iter().find(|p| p["pass"] == "recompute").unwrap();
+        assert_eq!((&row["part"], &row["gflops"]), (&json!("mlp"), &again["recompute"]["gflops"]));
+        assert_eq!(parts.iter().map(launches).sum::<u64>(), launches(&again));
+        assert!(
+            again["memory"]["activations_mib"].as_f64().unwrap()
+                < plain["memory"]["activations_mib"].as_f64().unwrap()
+        );
+    }
 }

@@ -39,14 +39,10 @@ pub const FEATURES: &[Feature] = &[
     approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| {
         e.args.mbperf.run_dtype.is_some() && e.args.performance.compute_dtype != "bf16"
     }),
-    approximated(
-        "pp_order",
-        "the stage's micro-batches run forward and backward one after the other, without transfers",
-        |e| e.pp() > 1,
-    ),
     approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
         let of = e.values.get("model.rope_scaling");
-        !of.is_null() && of.get("type").and_then(serde_json::Value::as_str) != Some("llama3")
+        !of.is_null()
+            && !matches!(of.get("type").and_then(serde_json::Value::as_str), Some("llama3" | "yarn"))
     }),
     approximated(
         "seq_aux_loss",
@@ -58,12 +54,11 @@ pub const FEATURES: &[Feature] = &[
             )
         },
     ),
-    approximated("group_limited_routing", "experts are chosen among all groups", |e| {
-        e.values.int("model.moe_router_num_groups").unwrap_or(1) > 1
-    }),
-    approximated("expert_bias_update", "the expert bias stays as it is", |e| {
-        e.values.on("model.moe_router_enable_expert_bias") && e.nonzero("model.moe_router_bias_update_rate")
-    }),
+    approximated(
+        "sparse_attention",
+        "every earlier token is attended to, and there is no indexer that would choose some",
+        |e| e.values.text("model.attention_variant") == Some("dsa"),
+    ),
     approximated("shared_expert_overlap", "the shared expert runs before the dispatch, not beside it", |e| {
         e.moe() && e.values.on("model.moe_shared_expert_overlap")
     }),
@@ -93,9 +88,6 @@ pub const FEATURES: &[Feature] = &[
                 .int("model.mamba_conv_kernel")
                 .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
     }),
-    not_built("multi-latent attention", "no option replaces it", |e| {
-        e.values.on("model.multi_latent_attention")
-    }),
     not_built("gated delta net layers with context parallelism", "give -cp 1", |e| {
         e.delta_net() && crate::rules::layout_of(e).cp > 1
     }),
@@ -109,8 +101,9 @@ pub const FEATURES: &[Feature] = &[
                     .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
         },
     ),
-    not_built("an attention variant (sparse attention)", "no option replaces it", |e| {
-        e.values.text("model.attention_variant").is_some_and(|v| v != crate::recipe::DELTA_NET)
+    not_built("an attention variant (compressed attention)", "no option replaces it", |e| {
+        let built = ["dsa", crate::recipe::DELTA_NET];
+        e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
     not_built("hyper-connections", "no option replaces them", |e| e.values.is_set("model.hyper_connections")),
     not_built("attention sinks", "set model.softmax_type=vanilla to run without them", |e| {
@@ -135,15 +128,6 @@ pub const FEATURES: &[Feature] = &[
     }),
     not_built("biases in linear layers", "set model.add_bias_linear=false", |e| {
         e.values.on("model.add_bias_linear")
-    }),
-    not_built(
-        "an embedding shared with the head",
-        "set model.share_embeddings_and_output_weights=false",
-        |e| e.values.on("model.share_embeddings_and_output_weights"),
-    ),
-    not_built("a latent MoE", "set model.moe_latent_size=null", |e| e.values.is_set("model.moe_latent_size")),
-    not_built("a gated shared expert", "set model.moe_shared_expert_gate=false", |e| {
-        e.values.on("model.moe_shared_expert_gate")
     }),
     not_built("this router score function", "set model.moe_router_score_function=softmax", |e| {
         e.moe()
@@ -174,13 +158,10 @@ pub const FEATURES: &[Feature] = &[
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
     not_built(
-        "virtual pipeline stages",
-        "give -vp None, and a -pp that divides the layers, for one chunk a stage",
-        |e| crate::rules::layout_of(e).vp > 1,
+        "recompute of mla_up_proj, gdn_norm_out or mhc",
+        "name other modules with --recompute_modules, or set model.recompute_granularity=null",
+        |e| ["mla_up_proj", "gdn_norm_out", "mhc"].iter().any(|m| e.recomputes(m)),
     ),
-    not_built("recompute", "set model.recompute_granularity=null to run without it", |e| {
-        e.full_recompute() || !e.recomputed().is_empty()
-    }),
     not_built(
         "offload of activations",
         "give -ol 0, and model.fine_grained_activation_offloading=false",

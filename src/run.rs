@@ -248,7 +248,7 @@ fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
         let mut head = overrides::dryrun_head(resolved);
         head.insert("config".into(), serde_json::to_value(cfg)?);
         if let Some(plan) = &plan {
-            head.insert("program".into(), dryrun::describe(plan, &cfg.identity.gpu));
+            head.insert("program".into(), dryrun::describe(plan, cfg));
         }
         writeln!(out, "{}", serde_json::to_string_pretty(&head)?)?;
         return Ok(0);
@@ -307,12 +307,12 @@ fn given(args: &Args) -> shrink::Given {
 
 fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
     let own = &args.mbperf;
-    let budget =
-        if on_gpu { measure::options::DEFAULT_MAX_TIME_S } else { measure::options::DEFAULT_MAX_TIME_CPU_S };
+    let (max_time_s, longest_time_s) = Options::times(own.max_time, on_gpu);
     Options {
-        max_time_s: own.max_time.unwrap_or(budget),
+        max_time_s,
+        longest_time_s,
         margin: own.margin,
-        equality_steps: usize::try_from(own.equality_steps).unwrap_or(0),
+        equality_steps: own.equality_steps.and_then(|n| usize::try_from(n).ok()),
         warmup_steps: resolved.config.graph.warmup_steps,
         max_steps: resolved.max_steps,
         graph: resolved.config.graph.implementation != GraphImpl::None,
@@ -465,7 +465,7 @@ fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
         te_rng_tracker: cfg.graph.te_rng_tracker,
         approximations: cfg.approximations.clone(),
         tokens_per_step: share.as_ref().map(|s| (s.tokens * b.num_microbatches) as u64),
-        model_flops_per_step: Some(program.launches.iter().map(|l| l.op.flops()).sum()),
+        model_flops_per_step: Some(program.model_flops()),
         tokens_routed: routed,
         tokens_padded: routed.filter(|_| dropless).map(|_| 0),
         tokens_dropped: routed.filter(|_| dropless).map(|_| 0),

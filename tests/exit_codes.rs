@@ -115,20 +115,22 @@ fn recipe_files_of_all_sorts() {
 #[test]
 fn injected_faults() {
     let dir = tempdir().unwrap();
-    let step = ["equality", "warmup", "first_replay", "switch", "steady"];
+    let step = ["equality", "warmup", "first_replay", "switch", "steady", "final_check"];
     for phase in ["prepare", "capture", "instantiate", "upload"].into_iter().chain(step) {
         let graph = ["capture", "instantiate", "upload"].contains(&phase);
-        let proved = ["switch", "steady"].contains(&phase);
+        let proved = ["switch", "steady", "final_check"].contains(&phase);
+        // So many that there is a final check.
+        let steps = if proved { 20 } else { 8 };
         let mut kinds = vec![("driver_error", if graph { 4 } else { 1 }), ("out_of_memory", 5)];
         if step.contains(&phase) {
             kinds.extend([("not_finite", 1), ("row_overflow", 1)]);
         }
-        if phase == "capture" || (step.contains(&phase) && !proved) {
+        if phase == "capture" || step.contains(&phase) {
             kinds.push(("wrong_result", 6));
         }
         for (kind, code) in kinds {
             let fault = format!("{phase}:{kind}");
-            fails(dir.path(), &format!("{RUN} -ms 8 -q -o {phase}_{kind}.csv --inject {fault}"), code);
+            fails(dir.path(), &format!("{RUN} -ms {steps} -q -o {phase}_{kind}.csv --inject {fault}"), code);
             let rows = records(&fs::read(dir.path().join(format!("{phase}_{kind}.csv"))).unwrap());
             assert_eq!(rows.len(), 3, "{fault}");
             for row in 0..2 {

@@ -153,3 +153,22 @@ fn quiet_says_nothing() {
     let output = run(dir.path(), &short("-q -o rows.csv"));
     assert_eq!((text(&output.stdout), text(&output.stderr)), (String::new(), String::new()));
 }
+
+#[test]
+fn a_dry_run_tells_recompute_from_the_model() {
+    let dir = tempdir().unwrap();
+    let described = |more: &str| -> serde_json::Value {
+        let output =
+            run(dir.path(), &format!("-m llama -mr llama3_8b -g h100 --dryrun --format json {more}"));
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let (plain, again) = (described(""), described("-rl 2"));
+    let [plain, again] = [&plain["program"], &again["program"]];
+    assert_eq!(plain["recompute"]["launches"], 0);
+    // Two layers of nine launches, in two micro-batches; the context ranks' gather of keys and values is two more.
+    assert_eq!(again["recompute"]["launches"], 2 * 2 * (9 + 2));
+    assert_eq!(plain["gflops"], again["gflops"]);
+    let planned = |p: &serde_json::Value| p["memory"]["activations_mib"].as_f64().unwrap();
+    assert!(planned(again) < planned(plain));
+}

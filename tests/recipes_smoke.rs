@@ -112,3 +112,27 @@ fn what_is_built_runs() {
     let chosen = one_of_each(&recipes, &["family", "model", "gpu", "dtype"]);
     assert!(chosen.iter().filter(|r| runs(r)).count() >= 12);
 }
+
+/// One product an expert gives what one product of all experts gives, whatever brings the rows.
+#[test]
+fn products_by_expert_end_in_the_same_loss() {
+    let dropless = ["model.moe_token_dispatcher_type=alltoall", "model.moe_token_dispatcher_type=flex"];
+    let padded = "--use_tokendrop true model.moe_token_dispatcher_type=alltoall";
+    for routing in [dropless[0], dropless[1], padded] {
+        let loss = |products: &str| {
+            let dir = tempdir().unwrap();
+            let line = format!(
+                "-m qwen -mr qwen3_30b_a3b -g h100 --cuda_graph_scope attn,moe_router --device cpu --num_layers 1 \
+                 --max_microbatches 1 model.seq_length=32 -ms 8 -q -o - {routing} --expert_gemm {products}"
+            );
+            let output = run(dir.path(), &line);
+            assert_eq!(output.status.code(), Some(0), "{line}\n{}", text(&output.stderr));
+            let rows = records(&output.stdout);
+            assert_eq!(cell(&rows, 1, "digest_match"), "true", "{line}");
+            cell(&rows, 0, "loss_last")
+        };
+        let (grouped, by_expert) = (loss("grouped"), loss("per_expert"));
+        assert!(!grouped.is_empty());
+        assert_eq!(grouped, by_expert, "{routing}");
+    }
+}

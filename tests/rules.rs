@@ -51,6 +51,14 @@ fn pairs() -> Vec<Pair> {
         pair("M10", LLAMA, "-sl 1023", "-sl 1024"),
         pair("M11", LLAMA, "-vp 2", "-vp 2 -pp 2 -cp 1"),
         pair("M11", LLAMA, "--pp_rank 1", "--pp_rank 0"),
+        pair("M13", LLAMA, "-vp 2 -pp 8 -cp 1 -gb 4", "-vp 2 -pp 8 -cp 1 -gb 8"),
+        pair("M13", LLAMA, "-vp 2 -pp 8 -cp 1 -gb 12", "-vp 2 -pp 8 -cp 1 -gb 16"),
+        pair(
+            "M13",
+            LLAMA,
+            "-vp 2 -pp 4 -cp 1 model.microbatch_group_size_per_vp_stage=3",
+            "-vp 2 -pp 4 -cp 1 model.microbatch_group_size_per_vp_stage=4",
+        ),
         pair(
             "M12",
             HYBRID,
@@ -132,6 +140,21 @@ fn pairs() -> Vec<Pair> {
         ),
         pair("R38", LLAMA, "--recompute_modules mlpp", "--recompute_modules mlp"),
         pair("R38", LLAMA, "--recompute_modules mla_up_proj", "--recompute_modules core_attn"),
+        pair("R38", LLAMA, "--recompute_modules gdn_norm_out", "--recompute_modules gdp_qkv"),
+        pair("R38", LLAMA, "--recompute_modules mhc", "--recompute_modules layernorm"),
+        pair("R38b", LLAMA, "model.recompute_granularity=full", "model.recompute_granularity=selective"),
+        pair(
+            "R38b",
+            LLAMA,
+            "model.recompute_granularity=full model.recompute_method=block",
+            "model.recompute_granularity=full model.recompute_method=block model.recompute_num_layers=-1",
+        ),
+        pair(
+            "R38b",
+            LLAMA,
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=0",
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2",
+        ),
         pair(
             "R39",
             LLAMA,

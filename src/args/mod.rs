@@ -128,6 +128,9 @@ pub struct SelftestArgs {
     /// Only checks whose name holds this
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
+    /// Leave out checks whose name holds this
+    #[arg(long, value_name = "TEXT")]
+    pub except: Option<String>,
     /// Folder of compiled kernels
     #[arg(long, value_name = "DIR")]
     pub kernel_cache: Option<PathBuf>,

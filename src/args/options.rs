@@ -12,18 +12,15 @@ use std::path::PathBuf;
 pub mod defaults {
     /// Two show accumulation into the same gradients; more only repeat it.
     pub const MAX_MICROBATCHES: i64 = 2;
-    /// Seconds of measuring on a GPU, in which the intervals of most recipes close.
-    pub const MAX_TIME_CUDA_S: f64 = 20.0;
-    /// Seconds of measuring on a CPU, where the figures are no verdict on the recipe anyway.
-    pub const MAX_TIME_CPU_S: f64 = 3.0;
-    /// A difference of 1 % is the least that a user would act on.
-    pub const MARGIN: f64 = 0.01;
+    // What measuring costs and how it judges is said where it measures.
+    pub use crate::measure::options::{
+        DEFAULT_MARGIN as MARGIN, DEFAULT_MAX_TIME_CPU_S as MAX_TIME_CPU_S,
+        DEFAULT_MAX_TIME_S as MAX_TIME_CUDA_S, LONGEST_MAX_TIME_S,
+    };
     /// Received rows that buffers hold, as a multiple of a balanced share.
     pub const MOE_ROW_BOUND: f64 = 2.0;
     /// Seed of weights, tokens, routing and dropout; the harness's.
     pub const SEED: u64 = 1234;
-    /// Steps of each arm that are compared bit for bit: warm-up, capture and two replays.
-    pub const EQUALITY_STEPS: i64 = 6;
     /// Longest device call, in seconds, before a run counts as hung: kernels of a first run compile for a minute, a
     /// full-size step on a CPU takes minutes.
     pub const WATCHDOG_S: f64 = 600.0;
@@ -331,7 +328,8 @@ pub struct Mbperf {
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = defaults::MAX_MICROBATCHES)]
     pub max_microbatches: i64,
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite, help = format!(
-        "Time for measuring [default: {}; cpu {}]", defaults::MAX_TIME_CUDA_S, defaults::MAX_TIME_CPU_S))]
+        "Time for measuring [default: {}, up to {} where steps are long; cpu {}]",
+        defaults::MAX_TIME_CUDA_S, defaults::LONGEST_MAX_TIME_S, defaults::MAX_TIME_CPU_S))]
     pub max_time: Option<f64>,
     /// Relative difference below which the arms count as equivalent
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_finite,
@@ -406,9 +404,10 @@ pub struct Mbperf {
     /// Write weights, tokens, loss and gradients here as safetensors
     #[arg(long, value_name = "DIR")]
     pub dump: Option<PathBuf>,
-    /// Steps of each arm that are compared bit for bit before timing
-    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = defaults::EQUALITY_STEPS)]
-    pub equality_steps: i64,
+    /// Steps of each arm that are compared bit for bit before timing [default: the warm-up and 4 replays, 2 where
+    /// steps are long]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub equality_steps: Option<i64>,
     /// Provoke a fault, e.g. capture:driver; for tests
     #[arg(long, value_name = "PHASE:KIND", hide = true)]
     pub inject: Vec<String>,

@@ -4,8 +4,11 @@
 //! - `local` + `full_iteration`: everything from the first to the last launch of a layer, embedding, head or
 //!   gradient reduction is one graph; token generation before it and the optimizer after it are eager.
 //! - `transformer_engine`: per layer and pass, the run of launches whose part is in scope is one graph
-//!   (rules file, section 5). An empty scope is the whole layer.
+//!   (rules file, section 5). An empty scope is the whole layer. Micro-batches share the graph; with pipeline stages
+//!   each has its own (section 6).
 
+#[cfg(test)]
+mod pipeline_tests;
 mod staging;
 #[cfg(test)]
 mod tests;
@@ -22,7 +25,8 @@ use std::sync::Arc;
 pub struct Segment {
     /// Indices into `Program::launches`, in order.
     pub launches: Range<usize>,
-    /// `None`: eager. Segments with equal launches and buffers share one graph and carry the same id.
+    /// `None`: eager. Segments with equal launches and buffers share one graph and carry the same id, in a pipeline
+    /// those of one micro-batch.
     pub graph: Option<usize>,
     /// What to call it in messages: `layer 3 forward`, `iteration`.
     pub label: String,
@@ -66,7 +70,10 @@ pub enum CaptureError {
     SplitRun { layer: usize, pass: Pass, first: usize, second: usize },
     #[error("internal error: {op} waits for the host inside a graph ({label}); please report it")]
     HostSync { op: &'static str, label: String },
-    #[error("no launch of this model lies in the scope {scope}; `mbperf rules` lists what each scope holds")]
+    #[error(
+        "no launch of this rank lies in the scope {scope}; `mbperf rules` lists what each scope holds, --pp_rank chooses \
+         the pipeline stage"
+    )]
     Nothing { scope: String },
 }
 
@@ -166,10 +173,15 @@ fn cut(program: &Program, marks: &[Option<String>]) -> Result<Vec<Segment>, Capt
                         label: label.clone(),
                     });
                 }
-                let key: String = launches
+                let mut key: String = launches
                     .clone()
                     .map(|i| format!("{:?}{:?};", program.launches[i].op, program.launches[i].args))
                     .collect();
+                // With pipeline stages upstream has a graph of its own for every micro-batch, though the buffers of
+                // one that is done serve a later one.
+                if program.graph_per_micro_batch && !iteration {
+                    key.push_str(&program.launches[start].micro_batch.to_string());
+                }
                 let next = ids.len();
                 Some(*ids.entry(key).or_insert(next))
             }

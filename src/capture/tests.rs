@@ -4,7 +4,9 @@ use super::*;
 use crate::config::{Dispatcher, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
-use crate::workloads::testing::{delta_net, dense, hybrid, moe, padded, program, with_graphs};
+use crate::workloads::testing::{
+    deepseek, delta_net, dense, hybrid, moe, padded, program, staged, with_graphs,
+};
 
 /// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
 /// with runs of equal part abbreviated. Staging copies are shown as `copy`.
@@ -192,6 +194,78 @@ fn scopes_of_a_hybrid_name_one_layer_kind_each() {
     assert_eq!(arm.graphs(), 4);
 }
 
+/// Modules that the backward pass runs again.
+fn recomputing(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
+    cfg.recompute.granularity = Some("selective".into());
+    cfg.recompute.modules = modules.iter().map(|m| m.to_string()).collect();
+    cfg
+}
+
+fn with_shared_expert(mut cfg: RunConfig) -> RunConfig {
+    if let Some(moe) = &mut cfg.model.moe {
+        moe.shared_expert_intermediate_size = Some(48);
+    }
+    cfg
+}
+
+#[test]
+fn recomputed_launches_lie_in_the_backward_graph() {
+    let cfg = recomputing(dense(), &["mlp", "core_attn"]);
+    let mlp = "gemm rmsnorm_fwd gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd column_sum";
+    let attn = "gemm gemm attention_fwd attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
+    let both = with_graphs(cfg.clone(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F} {MLP_F}"),
+        "e copy".to_string(),
+        format!("G {mlp} {attn}"),
+    ];
+    assert_eq!(story(&both, 0, 1), want);
+    // A module outside the scope runs again outside.
+    let attention = with_graphs(cfg, GraphImpl::TransformerEngine, &[Attn]);
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F}"),
+        format!("e {MLP_F}"),
+        format!("e {mlp} copy"),
+        format!("G {attn}"),
+    ];
+    assert_eq!(story(&attention, 0, 0), want);
+    let arm = plan(program(&both), &both.graph, 1).unwrap().graph.unwrap();
+    assert_eq!((arm.graphs(), arm.replays()), (4, 8), "as many graphs as without recompute");
+}
+
+#[test]
+fn recompute_beside_a_captured_router_stays_on_its_side_of_the_edge() {
+    let cfg = recomputing(
+        with_shared_expert(moe(Dispatcher::Alltoall)),
+        &["layernorm", "shared_experts", "moe_act"],
+    );
+    let cfg = with_graphs(cfg, GraphImpl::TransformerEngine, &[Attn, MoeRouter, MoePreprocess]);
+    let got = story(&cfg, 0, 0);
+    let experts = "grouped_gemm_nn swiglu_fwd grouped_gemm_tn swiglu_bwd grouped_gemm_tn grouped_gemm_nn";
+    assert!(got[3].starts_with("e ") && got[3].contains(experts), "{got:?}");
+    // The norm before the router's weight gradient; the shared expert's three launches before that of its second product.
+    let router = "router_bwd rmsnorm_fwd gemm gemm";
+    let shared = "gemm gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm";
+    assert_eq!(got[4], format!("G combine_rows {router} {shared} rmsnorm_bwd column_sum {QK_ATTN_B}"));
+}
+
+#[test]
+fn a_recomputed_dispatch_waits_for_its_counts_outside_the_graphs() {
+    let cfg = recomputing(moe(Dispatcher::Alltoall), &["moe"]);
+    let attention = with_graphs(cfg.clone(), GraphImpl::TransformerEngine, &[Attn]);
+    let eager = &story(&attention, 0, 0)[3];
+    assert!(eager.starts_with("e ") && eager.contains("counts_to_host"), "{eager}");
+    let padded = with_graphs(recomputing(padded(), &["moe"]), GraphImpl::TransformerEngine, &[Moe]);
+    let graph = story(&padded, 0, 0);
+    assert_eq!(
+        graph.iter().filter(|s| s.starts_with('G') && s.contains("router_fwd")).count(),
+        2,
+        "{graph:?}"
+    );
+}
+
 #[test]
 fn a_mamba_layer_takes_at_most_forty_launches_a_step() {
     let launches = MAMBA_F.split_whitespace().count() + MAMBA_B.split_whitespace().count();
@@ -206,9 +280,9 @@ fn a_scope_without_layers_is_an_error() {
 }
 
 /// Loss bits of every step, and the digests after the last.
-type Trace = (Vec<u32>, Vec<(String, u64)>);
+pub(super) type Trace = (Vec<u32>, Vec<(String, u64)>);
 
-fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<Trace, DeviceError> {
+pub(super) fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<Trace, DeviceError> {
     executor.reset()?;
     let mut losses = Vec::new();
     for _ in 0..3 {
@@ -218,12 +292,13 @@ fn three_steps(executor: &mut CpuExecutor, arm: Arm) -> Result<Trace, DeviceErro
     Ok((losses, executor.digest()?))
 }
 
-fn both_arms(cfg: &RunConfig) {
+pub(super) fn both_arms(cfg: &RunConfig) {
     let plan = plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
+    let has_loss = plan.eager.program.loss.is_some();
     let mut executor = CpuExecutor::new(plan, None, None).unwrap();
     let eager = three_steps(&mut executor, Arm::Eager).unwrap();
     assert!(eager.0.iter().all(|b| f32::from_bits(*b).is_finite()), "{:?}", eager.0);
-    assert_eq!(eager.0.len(), 3);
+    assert_eq!(eager.0.len(), if has_loss { 3 } else { 0 });
     executor.capture().unwrap();
     let graph = three_steps(&mut executor, Arm::Graph).unwrap();
     assert_eq!(eager, graph);
@@ -251,6 +326,99 @@ fn arms_are_equal_with_dropout_on() {
     (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
     split.identity.num_gpus = 8;
     both_arms(&split);
+}
+
+const MLA_F: &str =
+    "rmsnorm_fwd gemm rmsnorm_fwd gemm split_columns rmsnorm_fwd gemm gemm mla_rope_fwd attention_fwd gemm";
+const MLA_B: &str = "gemm gemm attention_bwd mla_rope_bwd gemm gemm rmsnorm_bwd column_sum gemm gemm gemm gemm \
+                     rmsnorm_bwd column_sum join_columns gemm gemm rmsnorm_bwd column_sum";
+
+#[test]
+fn latent_attention_is_captured_whole_and_experts_keep_their_scopes() {
+    let te = GraphImpl::TransformerEngine;
+    let cfg = with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]);
+    let dense = story(&cfg, 0, 0);
+    assert_eq!(dense[1], format!("G {MLA_F}"));
+    assert_eq!(dense[dense.len() - 1], format!("G {MLA_B}"));
+    let experts = story(&cfg, 0, 1);
+    let shared = "gemm swiglu_fwd gemm";
+    assert_eq!(experts[1], format!("G {MLA_F} rmsnorm_fwd {shared} gemm router_fwd moe_sort gather_rows"));
+    let last = &experts[experts.len() - 1];
+    assert!(last.starts_with("G combine_rows count_add router_bwd") && last.ends_with(MLA_B), "{last}");
+}
+
+#[test]
+fn arms_of_latent_attention_are_equal() {
+    let te = GraphImpl::TransformerEngine;
+    both_arms(&with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]));
+    let mut kimi = with_graphs(deepseek(), te, &[Attn, MoeRouter, MoePreprocess]);
+    if let Some(moe) = &mut kimi.model.moe {
+        (moe.num_groups, moe.group_topk, moe.dispatcher) = (1, 1, Dispatcher::Flex);
+    }
+    (kimi.model.attention_dropout, kimi.model.hidden_dropout) = (0.1, 0.1);
+    both_arms(&kimi);
+    let mut split = with_graphs(deepseek(), te, &[Attn, MoeRouter]);
+    (split.parallel.tp, split.parallel.sequence_parallel, split.parallel.cp) = (2, true, 2);
+    split.identity.num_gpus = 8;
+    both_arms(&split);
+    split.parallel.sequence_parallel = false;
+    both_arms(&split);
+}
+
+/// The bias of every expert layer moves by the rate, against the counts; that of a dense layer stays.
+#[test]
+fn expert_biases_move_once_a_step() {
+    let cfg = deepseek();
+    let program = program(&cfg);
+    let find = |name: &str| {
+        let at = program.buffers.iter().position(|b| b.name == name).unwrap();
+        crate::program::BufId(at as u32)
+    };
+    let (bias, total) = (find("moe.expert_bias"), find("moe.tokens_per_expert"));
+    let mut storage = crate::device::cpu::Storage::new(&program, 5);
+    storage.reset(&program).unwrap();
+    let mut counts = vec![0.0; 8];
+    for l in &program.launches {
+        if l.op.name() == "expert_bias_update" {
+            counts = storage.read(&program, total)[8..].to_vec();
+        }
+        storage.run(&program, l).unwrap();
+    }
+    // Two micro-batches of 16 tokens, two experts each: a mean of 8.
+    assert_eq!(counts.iter().sum::<f32>(), 64.0);
+    let want = counts.iter().map(|n| (8.0 - n).signum() * if *n == 8.0 { 0.0 } else { 1e-3 });
+    let bias = storage.read(&program, bias);
+    assert_eq!(bias[..8], [0.0; 8]);
+    assert_eq!(bias[8..].to_vec(), want.collect::<Vec<f32>>());
+    assert!(bias.iter().any(|b| *b != 0.0));
+}
+
+#[test]
+fn arms_are_equal_with_recompute() {
+    let te = GraphImpl::TransformerEngine;
+    let scope = &[Attn, MoeRouter, MoePreprocess];
+    let mut cases = vec![
+        with_graphs(recomputing(dense(), &["mlp", "core_attn"]), te, &[Attn, Mlp]),
+        with_graphs(recomputing(dense(), &["mlp", "core_attn"]), te, &[Mlp]),
+        with_graphs(recomputing(moe(Dispatcher::Flex), &["moe"]), te, &[Attn]),
+        with_graphs(recomputing(padded(), &["moe", "moe_act", "layernorm"]), te, &[Moe]),
+        with_graphs(recomputing(hybrid(), &["mlp", "layernorm", "moe_act"]), te, &[Attn, Mamba, MoeRouter]),
+    ];
+    let shared = recomputing(
+        with_shared_expert(moe(Dispatcher::Alltoall)),
+        &["layernorm", "shared_experts", "moe_act", "core_attn"],
+    );
+    cases.push(with_graphs(shared, te, scope));
+    for (base, method, layers) in [(dense(), "block", 1), (padded(), "uniform", 2), (dense(), "uniform", 1)] {
+        let mut cfg = with_graphs(base, GraphImpl::Local, &[FullIteration]);
+        cfg.recompute.granularity = Some("full".into());
+        (cfg.recompute.method, cfg.recompute.num_layers) = (Some(method.into()), Some(layers));
+        cases.push(cfg);
+    }
+    for mut cfg in cases {
+        (cfg.model.attention_dropout, cfg.model.hidden_dropout) = (0.1, 0.1);
+        both_arms(&cfg);
+    }
 }
 
 #[test]
@@ -299,6 +467,9 @@ fn every_launch_writes_finite_values() {
         ("split", split),
         ("hybrid", hybrid()),
         ("delta_net", delta_net()),
+        ("deepseek", deepseek()),
+        ("between two stages", staged(dense(), 3, 1, 1, 3)),
+        ("last stage of two chunks", staged(dense(), 2, 2, 1, 3)),
     ] {
         cfg.model.attention_dropout = 0.1;
         cfg.model.hidden_dropout = 0.1;

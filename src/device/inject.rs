@@ -1,6 +1,6 @@
 //! Faults on demand (`--inject phase:kind[:n]`), so that the paths of failure are tested on every device.
 
-use super::{DeviceError, Finished, Phase};
+use super::{Arm, DeviceError, Finished, Phase};
 use crate::program::{BufId, Lifetime, Program};
 use std::str::FromStr;
 
@@ -9,7 +9,7 @@ pub enum Kind {
     /// The driver refuses the call.
     DriverError,
     OutOfMemory,
-    /// The step computes something else, or a launch is missing from a graph.
+    /// The step and all later ones of its arm compute something else, or a launch is missing from a graph.
     WrongResult,
     /// The loss is not a number.
     NotFinite,
@@ -103,11 +103,13 @@ pub struct Inject {
     pub kind: Kind,
     pub nth: usize,
     seen: usize,
+    /// The arm that has gone wrong: it stays so.
+    wrong: Option<Arm>,
 }
 
 impl Inject {
     pub fn new(phase: Phase, kind: Kind, nth: usize) -> Self {
-        Self { phase, kind, nth, seen: 0 }
+        Self { phase, kind, nth, seen: 0, wrong: None }
     }
 
     /// Call it wherever `phase` does something. `Some`: the fault happens now.
@@ -126,9 +128,20 @@ impl Inject {
             Some(kind) => kind.error(phase).map_or(Ok(Some(kind)), Err),
         }
     }
+
+    /// As [`Inject::at`] for a step of `arm`. An arm that has given a wrong result gives nothing else from then on,
+    /// as a graph would whose memory was overwritten.
+    pub fn at_step(fault: &mut Option<Self>, phase: Phase, arm: Arm) -> Result<Option<Kind>, DeviceError> {
+        let found = Self::at(fault, phase)?;
+        let Some(fault) = fault else { return Ok(None) };
+        if found == Some(Kind::WrongResult) {
+            fault.wrong = Some(arm);
+        }
+        Ok(found.or((fault.wrong == Some(arm)).then_some(Kind::WrongResult)))
+    }
 }
 
-const PHASES: [Phase; 9] = [
+const PHASES: [Phase; 10] = [
     Phase::Prepare,
     Phase::Equality,
     Phase::Warmup,
@@ -138,6 +151,7 @@ const PHASES: [Phase; 9] = [
     Phase::FirstReplay,
     Phase::Switch,
     Phase::Steady,
+    Phase::FinalCheck,
 ];
 
 impl FromStr for Inject {
@@ -190,6 +204,17 @@ mod tests {
         assert_eq!(fault.fire(Phase::Capture), Some(Kind::OutOfMemory));
         assert_eq!(fault.fire(Phase::Capture), None);
         assert_eq!("steady:wrong_result".parse(), Ok(Inject::new(Phase::Steady, Kind::WrongResult, 1)));
+    }
+
+    #[test]
+    fn a_wrong_arm_stays_wrong_and_the_other_right() {
+        let mut fault = Some("steady:wrong_result:2".parse().unwrap());
+        let mut at = |phase, arm| Inject::at_step(&mut fault, phase, arm).unwrap();
+        assert_eq!(at(Phase::Steady, Arm::Graph), None);
+        assert_eq!(at(Phase::Steady, Arm::Graph), Some(Kind::WrongResult));
+        assert_eq!(at(Phase::Steady, Arm::Eager), None);
+        assert_eq!(at(Phase::FinalCheck, Arm::Eager), None);
+        assert_eq!(at(Phase::FinalCheck, Arm::Graph), Some(Kind::WrongResult));
     }
 
     #[test]

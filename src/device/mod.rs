@@ -28,6 +28,8 @@ pub enum Phase {
     Switch,
     /// The only phase that enters a statistic.
     Steady,
+    /// A few steps of each arm from the seed once more, after timing.
+    FinalCheck,
 }
 
 impl fmt::Display for Phase {
@@ -42,6 +44,7 @@ impl fmt::Display for Phase {
             Phase::FirstReplay => "first_replay",
             Phase::Switch => "switch",
             Phase::Steady => "steady",
+            Phase::FinalCheck => "final_check",
         })
     }
 }

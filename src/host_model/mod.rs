@@ -195,10 +195,10 @@ impl HostModel {
         };
         let mut other = 0;
         // Launches of each part, layer, pass and micro-batch: its time is spread over them evenly, wherever they
-        // stand.
+        // stand. A repeated launch costs what it cost in the forward pass, on top.
         let mut sizes: HashMap<Key, usize> = HashMap::new();
         let timed = |i: &usize| !program.launches[*i].staging;
-        for i in (0..program.launches.len()).filter(timed) {
+        for i in (0..program.launches.len()).filter(|i| timed(i) && !program.launches[*i].recompute) {
             *sizes.entry(key(program, i)).or_default() += 1;
         }
         for (s, segment) in arm.segments.iter().enumerate() {
@@ -240,7 +240,7 @@ type Key = (Option<usize>, Part, Pass, usize);
 
 fn key(program: &Program, i: usize) -> Key {
     let l = &program.launches[i];
-    (l.layer, l.part, l.pass, l.micro_batch)
+    (l.layer, l.part, if l.recompute { Pass::Forward } else { l.pass }, l.micro_batch)
 }
 
 /// Kind of each layer, by the parts it has.

@@ -72,6 +72,22 @@ fn replays_of_modules_cost_what_pytorch_pays() {
     assert!((costs.eager.step_ms - graph.step_ms - attention + replayed).abs() < 1e-9);
 }
 
+#[test]
+fn recompute_costs_another_forward_pass() {
+    let mut cfg = dense();
+    let eager = |cfg: &RunConfig| {
+        let plan = capture::plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
+        pytorch().costs(&plan, 512).0.eager
+    };
+    let plain = eager(&cfg).step_ms;
+    (cfg.recompute.granularity, cfg.recompute.modules) = (Some("selective".into()), vec!["mlp".into()]);
+    let costs = eager(&cfg);
+    // The whole forward part of two layers, in two micro-batches.
+    let forward = 2.0 * 2.0 * pytorch().part_ms("dense", Part::Mlp, Pass::Forward, 512).unwrap();
+    assert!((costs.step_ms - plain - forward).abs() < 1e-9, "{} {plain} {forward}", costs.step_ms);
+    assert!((sums(&costs) - costs.step_ms).abs() < 1e-9);
+}
+
 fn sums(costs: &ArmCosts) -> f64 {
     // The last launch of each run of a group carries the run's time.
     let last = |i: usize| costs.launches.get(i + 1).is_none_or(|p| p.begins || p.until_ms == 0.0);

@@ -126,6 +126,7 @@ pub const KEYS: &[Key] = &[
     k("model.expert_model_parallel_size", Int, "Expert-parallel ranks"),
     n("model.expert_tensor_parallel_size", Int, "Tensor-parallel ranks of an expert; null is 1 with expert parallelism"),
     n("model.virtual_pipeline_model_parallel_size", Int, "Model chunks per pipeline stage; null is off"),
+    n("model.microbatch_group_size_per_vp_stage", Int, "Interleaved order: micro-batches a chunk runs in a row; null is the number of stages"),
     k("model.sequence_parallel", Bool, "Split norms and dropouts over tensor-parallel ranks"),
     n("model.pipeline_model_parallel_layout", Str, "Layers of each stage: E embedding, t layer, m MTP, L loss, | between stages"),
     n("model.num_layers_in_first_pipeline_stage", Int, "Layers of the first stage"),

@@ -30,21 +30,51 @@ const SETTLED: f64 = 0.01;
 const SYNC_PAIRS: usize = 4;
 const SYNC_STEPS: usize = 10;
 
+/// When timing ends, on the executor's clock: by the time asked for, and at the latest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Limit {
+    pub soft_ms: f64,
+    pub hard_ms: f64,
+}
+
+impl Limit {
+    /// Whether there is time for `next_ms` of work from `now` on. Beyond the time asked for only while there are too
+    /// few pairs for an interval, and if what is missing (`enough_ms`) ends before the latest time.
+    pub fn holds(self, now_ms: f64, next_ms: f64, enough_ms: Option<f64>) -> bool {
+        now_ms + next_ms <= self.soft_ms || enough_ms.is_some_and(|ms| now_ms + ms <= self.hard_ms)
+    }
+
+    /// The end to show at `now`.
+    pub fn shown(self, now_ms: f64) -> f64 {
+        if now_ms <= self.soft_ms { self.soft_ms } else { self.hard_ms }
+    }
+
+    fn earlier_by(self, ms: f64) -> Self {
+        Self { soft_ms: self.soft_ms - ms, hard_ms: self.hard_ms - ms }
+    }
+}
+
 /// With a host model the bare blocks get this share of the time, the modelled ones the rest.
 const BARE_SHARE: f64 = 0.6;
 
 /// Runs the timed part; `step_ms` holds a first guess for each side. Under a host model a second set of blocks
-/// follows, in which issuing takes the model's time.
-pub(super) fn time(session: &mut Session, options: &Options, step_ms: &[f64]) -> Result<Stopped, Stop> {
+/// follows, in which issuing takes the model's time. `reserve_ms` of the time is for what comes after.
+pub(super) fn time(
+    session: &mut Session,
+    options: &Options,
+    step_ms: &[f64],
+    reserve_ms: f64,
+) -> Result<Stopped, Stop> {
     let sides = options.sides();
-    let budget_ms = options.max_time_s * 1e3;
-    let bare_ms = if options.host_costs.is_some() { budget_ms * BARE_SHARE } else { budget_ms };
+    let (budget_ms, longest_ms) = (options.max_time_s * 1e3 - reserve_ms, options.longest_ms() - reserve_ms);
+    let bare = if options.host_costs.is_some() { BARE_SHARE } else { 1.0 };
     session.spin_ms = options.device_spin * step_ms.get(1).copied().unwrap_or(0.0);
     let begun = session.executor.now_ms();
-    let fixed = options.max_steps.map(|n| n - options.equality_steps().min(n));
+    let taken = options.equality_steps() + options.final_steps();
+    let fixed = options.max_steps.map(|n| n - taken.min(n));
     let stopped = match fixed {
         Some(n) => fixed_steps(session, &sides, n, step_ms, Pacing::RunAhead)?,
-        None => until_precise(session, &sides, options, step_ms, bare_ms)?,
+        None => until_precise(session, &sides, options, step_ms, [budget_ms * bare, longest_ms * bare])?,
     };
     if let Some(costs) = &options.host_costs {
         session.hooks.progress.stage("timing under the host model");
@@ -58,7 +88,10 @@ pub(super) fn time(session: &mut Session, options: &Options, step_ms: &[f64]) ->
         match fixed {
             Some(n) => fixed_steps(session, &sides, n, &step_ms, Pacing::Modelled)?,
             // What the bare blocks left, which is more than their share when the interval closed early.
-            None => modelled(session, &sides, options, &step_ms, begun + budget_ms)?,
+            None => {
+                let limit = Limit { soft_ms: begun + budget_ms, hard_ms: begun + longest_ms };
+                modelled(session, &sides, options, &step_ms, limit)?
+            }
         };
         session.model(None)?;
     }
@@ -73,26 +106,26 @@ fn last_wall(session: &Session, side: usize) -> Option<f64> {
     session.blocks.iter().rev().find(|b| b.side == side).map(|b| b.wall_ms_median)
 }
 
-/// Blocks under the host model until `limit_ms`: one of each side to settle, then pairs as ever.
+/// Blocks under the host model until the limit: one of each side to settle, then pairs as ever.
 fn modelled(
     session: &mut Session,
     sides: &[Arm],
     options: &Options,
     step_ms: &[f64],
-    limit_ms: f64,
+    limit: Limit,
 ) -> Result<Stopped, Stop> {
     let start = session.executor.now_ms();
     if long::applies(step_ms, MIN_BLOCK_MS) && sides.len() == 2 {
-        return long::time(session, sides, Pacing::Modelled, step_ms, start, limit_ms);
+        return long::time(session, sides, Pacing::Modelled, step_ms, start, limit);
     }
     let mut step_ms = step_ms.to_vec();
-    let timed = options.block_steps.unwrap_or_else(|| timed_steps(&step_ms, limit_ms - start));
+    let timed = options.block_steps.unwrap_or_else(|| timed_steps(&step_ms, limit.soft_ms - start));
     for (side, arm) in order(sides, 0) {
         step_ms[side] = session.block(side, arm, timed, Pacing::Modelled, Purpose::Settle)?;
     }
-    let left_ms = limit_ms - session.executor.now_ms();
+    let left_ms = limit.soft_ms - session.executor.now_ms();
     let timed = options.block_steps.unwrap_or_else(|| timed_steps(&step_ms, left_ms));
-    pairs_until(session, sides, Pacing::Modelled, timed, start, limit_ms)
+    pairs_until(session, sides, Pacing::Modelled, timed, start, limit)
 }
 
 /// Steps that count in a block.
@@ -120,35 +153,35 @@ fn until_precise(
     sides: &[Arm],
     options: &Options,
     step_ms: &[f64],
-    budget_ms: f64,
+    [budget_ms, longest_ms]: [f64; 2],
 ) -> Result<Stopped, Stop> {
     let start = session.executor.now_ms();
+    let limit = Limit { soft_ms: start + budget_ms, hard_ms: start + longest_ms };
     if options.block_steps.is_none() && long::applies(step_ms, MIN_BLOCK_MS) {
         // Long steps were warmed by the equality check; what pairs leave of the time goes to `_sync` blocks.
         session.hooks.progress.stage("timing");
-        let limit = start + budget_ms;
         let stopped = long::time(session, sides, Pacing::RunAhead, step_ms, start, limit)?;
-        let left_ms = limit - session.executor.now_ms();
+        let left_ms = limit.soft_ms - session.executor.now_ms();
         sync_blocks(session, sides, 1, left_ms.min(budget_ms * SYNC_SHARE))?;
         return Ok(stopped);
     }
     let settled = settle(session, sides, step_ms, budget_ms)?;
     let timed = options.block_steps.unwrap_or(settled);
     session.hooks.progress.stage("timing");
-    let limit = start + budget_ms * (1.0 - SYNC_SHARE);
+    let limit = limit.earlier_by(budget_ms * SYNC_SHARE);
     let stopped = pairs_until(session, sides, Pacing::RunAhead, timed, start, limit)?;
     sync_blocks(session, sides, timed, budget_ms * SYNC_SHARE)?;
     Ok(stopped)
 }
 
-/// Pairs of blocks until the interval is narrow or the next pair would end after `limit_ms`; one pair always.
+/// Pairs of blocks until the interval is narrow or the limit does not hold the next pair; one pair always.
 fn pairs_until(
     session: &mut Session,
     sides: &[Arm],
     pacing: Pacing,
     timed: usize,
     start_ms: f64,
-    limit_ms: f64,
+    limit: Limit,
 ) -> Result<Stopped, Stop> {
     let mut pairs = 0;
     loop {
@@ -162,7 +195,7 @@ fn pairs_until(
         let interval = if pairs % 2 == 0 { interval(&session.blocks, sides.len(), pacing) } else { None };
         session.hooks.progress.update(&Update {
             elapsed_s: (now - start_ms) / 1e3,
-            max_time_s: (limit_ms - start_ms) / 1e3,
+            max_time_s: (limit.shown(now) - start_ms) / 1e3,
             pairs,
             half_width: interval.map(|i| i.half_width()),
             speedup: interval.filter(|_| sides.len() == 2).map(|i| i.value.exp()),
@@ -170,7 +203,10 @@ fn pairs_until(
         if precise(pairs, interval) {
             return Ok(Stopped::Precision);
         }
-        if now + (now - begun) > limit_ms {
+        let pair_ms = now - begun;
+        // One arm alone has no pairs to wait for.
+        let missing = MIN_PAIRS.checked_sub(pairs).filter(|n| *n > 0 && sides.len() == 2);
+        if !limit.holds(now, pair_ms, missing.map(|n| n as f64 * pair_ms)) {
             return Ok(Stopped::MaxTime);
         }
     }

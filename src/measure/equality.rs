@@ -1,7 +1,8 @@
-//! Equality first: both arms from the same state must leave the same bits, or no time is worth a look.
+//! Equality first: both arms from the same state must leave the same bits, or no time is worth a look. And last:
+//! the same again, shortly, as a graph can go wrong while it is timed.
 
-use super::options::Options;
-use super::outcome::Equality;
+use super::options::{FINAL_SHARE, LONG_STEP_MS, Options};
+use super::outcome::{Equality, FinalCheck};
 use super::session::{Session, Stop};
 use crate::device::{Arm, DeviceError, GraphCost, Phase};
 
@@ -11,6 +12,10 @@ pub(super) struct Proof {
     pub first_replay_ms: Option<f64>,
     /// Wall time of the last step of each side, every step synchronised: sizes the first blocks.
     pub step_ms: Vec<f64>,
+    /// What the eager steps left, and what a trace of each arm costs: for the final check.
+    eager: Trace,
+    edges_ms: f64,
+    both_steps_ms: f64,
 }
 
 /// Bits that K steps of one arm left.
@@ -19,6 +24,8 @@ struct Trace {
     grad_norms: Vec<Option<u32>>,
     digest: Vec<(String, u64)>,
     last_step_ms: f64,
+    /// Time of the reset before and the digest after.
+    edges_ms: f64,
 }
 
 /// Reset, K eager steps; reset, K steps of the other arm: warm-up, capture, replays. The graph arm's graphs
@@ -28,23 +35,28 @@ pub(super) fn check(
     options: &Options,
     cost: &mut Option<GraphCost>,
 ) -> Result<Proof, Stop> {
-    let steps = options.equality_steps();
+    let wanted = Wanted { steps: options.equality_steps(), if_long: options.equality_steps_if_long() };
     session.hooks.progress.stage("equality check: eager arm");
-    let eager = trace(session, 0, Arm::Eager, steps, None)?;
+    let eager = trace(session, 0, Arm::Eager, wanted, Phase::Equality, None)?;
     if options.sides().len() == 1 {
-        return Ok(Proof { equality: None, first_replay_ms: None, step_ms: vec![eager.last_step_ms] });
+        let step_ms = vec![eager.last_step_ms];
+        let (edges_ms, both_steps_ms) = (0.0, 0.0);
+        return Ok(Proof { equality: None, first_replay_ms: None, step_ms, eager, edges_ms, both_steps_ms });
     }
+    // As many of the other arm, however long they take.
+    let steps = eager.losses.len();
+    let wanted = Wanted { steps, if_long: steps };
     let mut first_replay_ms = None;
     let (other, arm) = if options.captures() {
         session.hooks.progress.stage("equality check: graph arm");
         let mut capture =
             Capture { warmup: options.warmup_steps, cost, first_replay_ms: &mut first_replay_ms };
-        (trace(session, 1, Arm::Graph, steps, Some(&mut capture))?, Arm::Graph)
+        (trace(session, 1, Arm::Graph, wanted, Phase::Equality, Some(&mut capture))?, Arm::Graph)
     } else {
         session.hooks.progress.stage("equality check: eager arm again");
-        (trace(session, 1, Arm::Eager, steps, None)?, Arm::Eager)
+        (trace(session, 1, Arm::Eager, wanted, Phase::Equality, None)?, Arm::Eager)
     };
-    compare(&eager, &other, arm)?;
+    compare(&eager, &other, arm, "")?;
     let step_ms = match options.aa {
         Some(Arm::Graph) => vec![other.last_step_ms; 2],
         Some(Arm::Eager) => vec![eager.last_step_ms; 2],
@@ -52,7 +64,56 @@ pub(super) fn check(
     };
     let equality =
         Some(Equality { steps, buffers: eager.digest.len(), digest: combined_digest(&eager.digest) });
-    Ok(Proof { equality, first_replay_ms, step_ms })
+    // The first reset compiled the kernels that fill memory.
+    let edges_ms = 2.0 * other.edges_ms;
+    let both_steps_ms = eager.last_step_ms + other.last_step_ms;
+    Ok(Proof { equality, first_replay_ms, step_ms, eager, edges_ms, both_steps_ms })
+}
+
+/// Time that the final check will take, or why it is left out.
+pub(super) fn final_ms(options: &Options, proof: &Proof) -> Result<f64, String> {
+    let ms = proof.edges_ms + options.final_steps() as f64 * proof.both_steps_ms;
+    match options.max_steps {
+        Some(n) if options.final_steps() == 0 => Err(format!("-ms {n} leaves no steps for it")),
+        // `-ms` sets no time.
+        Some(_) => Ok(0.0),
+        None if ms > FINAL_SHARE * options.longest_ms() => {
+            Err(format!("it takes about {:.1} s, over a tenth of --max_time", ms / 1e3))
+        }
+        None => Ok(ms),
+    }
+}
+
+/// After timing: a few steps of each arm from the seed once more. They must leave the same bits, and the losses of
+/// the first time. Timed steps are not compared: the arms took different numbers of them.
+pub(super) fn check_again(
+    session: &mut Session,
+    options: &Options,
+    proof: &Proof,
+) -> Result<FinalCheck, Stop> {
+    session.hooks.progress.stage("final check");
+    let steps = options.final_steps().min(proof.eager.losses.len());
+    let wanted = Wanted { steps, if_long: steps };
+    let eager = trace(session, 0, Arm::Eager, wanted, Phase::FinalCheck, None)?;
+    let arm = if options.captures() { Arm::Graph } else { Arm::Eager };
+    let other = trace(session, 1, arm, wanted, Phase::FinalCheck, None)?;
+    compare(&eager, &other, arm, "after timing, ")?;
+    let first = |t: &Trace| (t.losses[..steps].to_vec(), t.grad_norms[..steps].to_vec());
+    if first(&eager) != first(&proof.eager) {
+        return Err(DeviceError::Unequal(format!(
+            "after timing, {steps} steps from the seed leave another loss or gradient norm than before it, in both \
+             arms: device memory or a kernel was changed; no speedup is given. Please report it with --dryrun's output"
+        ))
+        .into());
+    }
+    Ok(FinalCheck::Equal { steps })
+}
+
+/// Steps of a trace, and where they turn out to be long.
+#[derive(Clone, Copy)]
+struct Wanted {
+    steps: usize,
+    if_long: usize,
 }
 
 struct Capture<'a> {
@@ -65,16 +126,25 @@ fn trace(
     session: &mut Session,
     side: usize,
     arm: Arm,
-    steps: usize,
+    wanted: Wanted,
+    usual: Phase,
     mut capture: Option<&mut Capture>,
 ) -> Result<Trace, Stop> {
-    session.enter(Phase::Equality);
+    session.enter(usual);
+    let begun = session.executor.now_ms();
     session.executor.reset()?;
-    let mut trace =
-        Trace { losses: Vec::new(), grad_norms: Vec::new(), digest: Vec::new(), last_step_ms: f64::NAN };
-    for step in 0..steps {
+    let mut trace = Trace {
+        losses: Vec::new(),
+        grad_norms: Vec::new(),
+        digest: Vec::new(),
+        last_step_ms: f64::NAN,
+        edges_ms: session.executor.now_ms() - begun,
+    };
+    let mut steps = wanted.steps;
+    let mut step = 0;
+    while step < steps {
         let phase = match &mut capture {
-            None => Phase::Equality,
+            None => usual,
             Some(capture) if step < capture.warmup => Phase::Warmup,
             Some(capture) if step == capture.warmup => {
                 session.check_interrupt()?;
@@ -85,7 +155,7 @@ fn trace(
                 *capture.cost = Some(session.executor.capture()?);
                 Phase::FirstReplay
             }
-            Some(_) => Phase::Equality,
+            Some(_) => usual,
         };
         let done = session.single(side, arm, phase)?;
         let wall_ms = session.steps.last().map_or(f64::NAN, |s| s.wall_ms);
@@ -95,14 +165,21 @@ fn trace(
         trace.last_step_ms = wall_ms;
         trace.losses.push(done.loss.map(f32::to_bits));
         trace.grad_norms.push(done.grad_norm.map(f32::to_bits));
+        // The first step loads kernels; the second tells.
+        if step == 1 && wall_ms >= LONG_STEP_MS {
+            steps = wanted.if_long;
+        }
+        step += 1;
     }
+    let done = session.executor.now_ms();
     trace.digest = session.executor.digest()?;
+    trace.edges_ms += session.executor.now_ms() - done;
     session.flush()?;
     Ok(trace)
 }
 
 /// Names the first step and the buffers that differ.
-fn compare(eager: &Trace, other: &Trace, arm: Arm) -> Result<(), DeviceError> {
+fn compare(eager: &Trace, other: &Trace, arm: Arm, when: &str) -> Result<(), DeviceError> {
     let names = |t: &Trace| t.digest.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
     if eager.digest.is_empty() || names(eager) != names(other) {
         return Err(DeviceError::internal(format!(
@@ -147,7 +224,7 @@ fn compare(eager: &Trace, other: &Trace, arm: Arm) -> Result<(), DeviceError> {
         "the eager arm does not repeat itself"
     };
     Err(DeviceError::Unequal(format!(
-        "{whose}: {}; no speedup is given. Please report it with --dryrun's output",
+        "{when}{whose}: {}; no speedup is given. Please report it with --dryrun's output",
         found.join("; ")
     )))
 }

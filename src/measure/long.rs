@@ -9,14 +9,14 @@
 //!
 //! A pair costs three steps of the mean length, or four where the host is the limit, in place of six.
 
-use super::blocks::{interval, pairs, precise};
+use super::blocks::{Limit, interval, pairs, precise};
+use super::options::LONG_STEP_MS;
 use super::outcome::{Pacing, Stopped};
 use super::progress::Update;
 use super::session::{Session, Stop};
+use super::verdict::MIN_PAIRS;
 use crate::device::Arm;
 
-/// Steps from here on are long: a pair of plain blocks takes 1.5 s, so that 20 s hold 12 pairs or fewer.
-const LONG_STEP_MS: f64 = 250.0;
 /// A host that needs under half of a step's time runs well ahead, and what it submits next does not matter to
 /// when the end of a step is seen.
 const DEVICE_BOUND: f64 = 0.5;
@@ -36,14 +36,14 @@ fn device_bound(session: &Session, sides: &[Arm]) -> bool {
     })
 }
 
-/// Pairs of blocks of one step until the interval is narrow or `limit_ms` is reached; one pair always.
+/// Pairs of blocks of one step until the interval is narrow or the limit is reached; one pair always.
 pub(super) fn time(
     session: &mut Session,
     sides: &[Arm],
     pacing: Pacing,
     step_ms: &[f64],
     start_ms: f64,
-    limit_ms: f64,
+    limit: Limit,
 ) -> Result<Stopped, Stop> {
     // Under a host model the host is the limit more often than not; draining is right for both.
     let chained = pacing == Pacing::RunAhead && device_bound(session, sides);
@@ -55,9 +55,11 @@ pub(super) fn time(
         let side = run % 2;
         let cost = |side: usize, blocks: usize| (idle_steps + blocks) as f64 * step_ms[side];
         let in_flight = if chained && run > 0 { step_ms[1 - side] } else { 0.0 };
-        let left = limit_ms - session.executor.now_ms() - in_flight;
-        // A second block opens the next pair, which must fit too.
-        let goes_on = run == 0 || left >= cost(side, 2) + cost(1 - side, 1);
+        let now = session.executor.now_ms() + in_flight;
+        // A second block opens the next pair, which must fit too. After run r there are r pairs.
+        let next_ms = cost(side, 2) + cost(1 - side, 1);
+        let enough_ms: f64 = (run..MIN_PAIRS).map(|r| cost(r % 2, 2)).sum::<f64>() + cost(MIN_PAIRS % 2, 1);
+        let goes_on = run == 0 || limit.holds(now, next_ms, (run < MIN_PAIRS).then_some(enough_ms));
         let blocks = if run > 0 && goes_on { 2 } else { 1 };
         session.run_of_blocks(&mut carry, side, sides[side], blocks, pacing, !chained)?;
         run += 1;
@@ -68,7 +70,7 @@ pub(super) fn time(
         let judged = if found.is_multiple_of(2) { interval(&session.blocks, 2, pacing) } else { None };
         session.hooks.progress.update(&Update {
             elapsed_s: (session.executor.now_ms() - start_ms) / 1e3,
-            max_time_s: (limit_ms - start_ms) / 1e3,
+            max_time_s: (limit.shown(session.executor.now_ms()) - start_ms) / 1e3,
             pairs: found,
             half_width: judged.map(|i| i.half_width()),
             speedup: judged.map(|i| i.value.exp()),

@@ -21,7 +21,7 @@ pub use progress::{Hooks, Progress, Silent, StepSink, Update};
 pub use verdict::{MIN_PAIRS, Verdict};
 
 use crate::device::{Arm, DeviceError, Executor, GraphCost, Phase};
-use outcome::{Equality, Pacing, Stopped, split, summarise_health};
+use outcome::{Equality, FinalCheck, Pacing, Stopped, split, summarise_health};
 use session::{Session, Stop};
 
 /// What is known so far; survives a failure.
@@ -31,6 +31,9 @@ struct Found {
     equality: Option<Equality>,
     first_replay_ms: Option<f64>,
     stopped: Option<Stopped>,
+    /// Wall time of the timed part and the final check.
+    timed_ms: f64,
+    final_check: Option<FinalCheck>,
     busy: Vec<Result<f64, String>>,
     memory_used_mib: Option<f64>,
 }
@@ -53,11 +56,21 @@ pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'
 fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Result<(), Stop> {
     options.check().map_err(DeviceError::internal)?;
     let proof = equality::check(session, options, &mut found.cost)?;
-    found.equality = proof.equality;
+    found.equality = proof.equality.clone();
     found.first_replay_ms = proof.first_replay_ms;
-    found.stopped = Some(blocks::time(session, options, &proof.step_ms)?);
+    let again = equality::final_ms(options, &proof);
+    let begun = session.executor.now_ms();
+    let reserve_ms = again.as_ref().map_or(0.0, |ms| *ms);
+    found.stopped = Some(blocks::time(session, options, &proof.step_ms, reserve_ms)?);
     check_phases(session)?;
     found.memory_used_mib = session.executor.memory_used_mib();
+    if options.sides().len() == 2 {
+        found.final_check = Some(match again {
+            Ok(_) => equality::check_again(session, options, &proof)?,
+            Err(reason) => FinalCheck::Skipped(reason),
+        });
+    }
+    found.timed_ms = session.executor.now_ms() - begun;
     if options.busy {
         session.hooks.progress.stage("profiling pass");
         for arm in options.sides() {
@@ -92,7 +105,7 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
     let block_medians: Vec<f64> = blocks.iter().map(|b| b.wall_ms_median).collect();
     let half_changes: Vec<f64> = blocks.iter().filter_map(|b| b.half_change).collect();
     let step_time_ms = stats::median(&wall);
-    let last = session.steps.iter().rev().find(|s| s.side == side);
+    let last = session.steps.iter().rev().find(|s| s.side == side && s.phase != Phase::FinalCheck);
     let busy = found.busy.get(side);
     ArmResult {
         side,
@@ -163,6 +176,17 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         verdict::break_even(cost.capture_ms + cost.instantiate_ms + cost.upload_ms, a - b)
     });
     let mut notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    if options.max_steps.is_none()
+        && options.longest_time_s.is_some()
+        && found.timed_ms > options.max_time_s * 1e3
+    {
+        notices.push(format!(
+            "timing took {:.1} s in place of {}: steps are long, and an interval needs {MIN_PAIRS} pairs of blocks; \
+             --max_time sets a fixed time",
+            found.timed_ms / 1e3,
+            options.max_time_s
+        ));
+    }
     if found.stopped.is_some() && session.steps.iter().all(|s| s.phase != Phase::Switch) {
         notices.push(
             "-ms leaves room for no step around the steady ones: each was waited for, as in the _sync columns; \
@@ -189,6 +213,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         margin: options.margin,
         stopped: found.stopped,
         equality: found.equality,
+        final_check: found.final_check,
         graph_cost: found.cost,
         first_replay_ms: found.first_replay_ms,
         break_even_steps,

@@ -6,12 +6,16 @@ use crate::device::host::HostCosts;
 /// Settings of one measurement of one program.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Time for the timed part (settling, blocks, `_sync` blocks), seconds. `--max_time`.
+    /// Time for the timed part (settling, blocks, `_sync` blocks, the final check), seconds. `--max_time`.
     pub max_time_s: f64,
+    /// What that time may grow to where it holds too few pairs for an interval and this holds enough; `None`: not
+    /// at all, as with a `--max_time` that was given.
+    pub longest_time_s: Option<f64>,
     /// Relative difference below which the arms count as equivalent. `--margin`.
     pub margin: f64,
-    /// Steps of each arm in the equality check; raised to what capture needs.
-    pub equality_steps: usize,
+    /// Steps of each arm in the equality check, raised to what capture needs. `None`: warm-up and four replays, two
+    /// where steps are long. `--equality_steps`.
+    pub equality_steps: Option<usize>,
     /// Uncaptured steps of the graph arm before capture. `--cuda_graph_warmup_steps`.
     pub warmup_steps: usize,
     /// `-ms N`: N steps of each arm in all, warm-up, capture and the equality check counted; replaces
@@ -36,6 +40,10 @@ pub struct Options {
 
 /// DESIGN 5.
 pub const DEFAULT_MAX_TIME_S: f64 = 20.0;
+/// Eight pairs of steps of 2.4 s (of 1.7 s where the host is the limit) fit into a minute. Longer steps stay at the
+/// default time, undecided: a user would not wait for so little. It is also DESIGN 2's bound of a whole run, which a
+/// run of 48 layers keeps: its steps of half a second need no more than the default.
+pub const LONGEST_MAX_TIME_S: f64 = 60.0;
 /// The CPU device proves that the flow works; its times are no result.
 pub const DEFAULT_MAX_TIME_CPU_S: f64 = 3.0;
 /// Differences under 1 % are below what clocks and neighbours do to a GPU.
@@ -44,8 +52,15 @@ pub const DEFAULT_MARGIN: f64 = 0.01;
 pub const DEFAULT_WARMUP_STEPS: usize = 3;
 /// Replays that equality needs at least: the first, and one from each state it leaves behind.
 const MIN_REPLAYS: usize = 2;
-/// Replays of the equality check by default.
+/// Replays of the equality check by default, and where steps are long.
 const EQUALITY_REPLAYS: usize = 4;
+const EQUALITY_REPLAYS_OF_LONG_STEPS: usize = MIN_REPLAYS;
+/// Steps from here on are long: a pair of plain blocks takes 1.5 s, so that 20 s hold 12 pairs or fewer.
+pub(super) const LONG_STEP_MS: f64 = 250.0;
+/// Steps of each arm in the final check: the second starts from what the first left behind.
+const FINAL_STEPS: usize = 2;
+/// Share of the time, or of `-ms`, that the final check may take at most.
+pub(super) const FINAL_SHARE: f64 = 0.1;
 /// Fewest steps of each arm after the equality check.
 const MIN_TIMED_STEPS: usize = 1;
 /// Shortest block: one that fills the pipe, one that is timed, one that drains it. A `-ms` that leaves fewer
@@ -56,8 +71,9 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             max_time_s: DEFAULT_MAX_TIME_S,
+            longest_time_s: Some(LONGEST_MAX_TIME_S),
             margin: DEFAULT_MARGIN,
-            equality_steps: DEFAULT_WARMUP_STEPS + EQUALITY_REPLAYS,
+            equality_steps: None,
             warmup_steps: DEFAULT_WARMUP_STEPS,
             max_steps: None,
             graph: true,
@@ -72,6 +88,20 @@ impl Default for Options {
 }
 
 impl Options {
+    /// `max_time_s` and `longest_time_s` for a `--max_time`, or for none: a time that was given is kept to the letter.
+    pub fn times(given_s: Option<f64>, on_gpu: bool) -> (f64, Option<f64>) {
+        match given_s {
+            Some(s) => (s, None),
+            None if on_gpu => (DEFAULT_MAX_TIME_S, Some(LONGEST_MAX_TIME_S)),
+            None => (DEFAULT_MAX_TIME_CPU_S, None),
+        }
+    }
+
+    /// The time that timing may take at most, in ms.
+    pub(super) fn longest_ms(&self) -> f64 {
+        self.longest_time_s.unwrap_or(0.0).max(self.max_time_s) * 1e3
+    }
+
     /// The arm on each side of the comparison; one side when there is nothing to compare.
     pub fn sides(&self) -> Vec<Arm> {
         match self.aa {
@@ -98,14 +128,33 @@ impl Options {
 
     /// Steps of each arm in the equality check: warm-up and four replays, fewer when `-ms` is short.
     pub fn equality_steps(&self) -> usize {
-        let replays = if self.captures() { self.warmup_steps + EQUALITY_REPLAYS } else { 1 };
-        let wanted = self.equality_steps.max(replays);
+        let warmup = if self.captures() { self.warmup_steps } else { DEFAULT_WARMUP_STEPS };
+        let wanted = match self.equality_steps {
+            Some(given) => given.max(self.wanted_equality_steps()),
+            None => warmup + EQUALITY_REPLAYS,
+        };
         match self.max_steps {
             Some(n) => wanted
                 .min(n.saturating_sub(MIN_BLOCK_STEPS))
                 .max(self.wanted_equality_steps().min(n.saturating_sub(MIN_TIMED_STEPS))),
             None => wanted,
         }
+    }
+
+    /// The same where steps are long, which is known after the second. A number that was given is kept, and so is
+    /// `-ms`, which counts them.
+    pub(super) fn equality_steps_if_long(&self) -> usize {
+        let whole = self.equality_steps();
+        if self.equality_steps.is_some() || self.max_steps.is_some() {
+            return whole;
+        }
+        whole - EQUALITY_REPLAYS + EQUALITY_REPLAYS_OF_LONG_STEPS
+    }
+
+    /// Steps of each arm in the final check; 0: nothing to compare, or a `-ms` too short to give them.
+    pub(super) fn final_steps(&self) -> usize {
+        let room = self.max_steps.is_none_or(|n| FINAL_STEPS as f64 <= FINAL_SHARE * n as f64);
+        if self.sides().len() == 2 && room { FINAL_STEPS } else { 0 }
     }
 
     /// What is wrong with the settings, with the remedy: exit 2.
@@ -162,7 +211,35 @@ mod tests {
     #[test]
     fn warmup_raises_the_equality_steps() {
         let options = Options { warmup_steps: 30, ..Options::default() };
-        assert_eq!(options.equality_steps(), 34);
+        assert_eq!((options.equality_steps(), options.equality_steps_if_long()), (34, 32));
+    }
+
+    #[test]
+    fn long_steps_are_compared_over_fewer_replays_unless_told() {
+        assert_eq!(Options::default().equality_steps_if_long(), 5);
+        assert_eq!(Options { aa: Some(Arm::Eager), ..Options::default() }.equality_steps_if_long(), 5);
+        let given = |n| Options { equality_steps: Some(n), ..Options::default() };
+        for (asked, got) in [(2, 5), (5, 5), (6, 6), (20, 20)] {
+            assert_eq!((given(asked).equality_steps(), given(asked).equality_steps_if_long()), (got, got));
+        }
+        assert_eq!(Options { max_steps: Some(50), ..Options::default() }.equality_steps_if_long(), 7);
+    }
+
+    #[test]
+    fn a_time_that_is_given_never_grows() {
+        assert_eq!(Options::times(Some(5.0), true), (5.0, None));
+        assert_eq!(Options::times(None, true), (20.0, Some(60.0)));
+        assert_eq!(Options::times(None, false), (3.0, None));
+        let given = Options { max_time_s: 90.0, longest_time_s: None, ..Options::default() };
+        assert_eq!((given.longest_ms(), Options::default().longest_ms()), (90e3, 60e3));
+    }
+
+    #[test]
+    fn a_short_ms_gives_no_steps_to_the_final_check() {
+        let ms = |n| Options { max_steps: Some(n), ..Options::default() }.final_steps();
+        assert_eq!((ms(8), ms(19), ms(20), ms(50)), (0, 0, 2, 2));
+        assert_eq!(Options::default().final_steps(), 2);
+        assert_eq!(Options { graph: false, ..Options::default() }.final_steps(), 0);
     }
 
     #[test]

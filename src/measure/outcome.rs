@@ -132,6 +132,16 @@ pub struct Equality {
     pub digest: u64,
 }
 
+/// What became of the check after timing.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinalCheck {
+    /// The arms left the same bits once more, over so many steps each.
+    Equal { steps: usize },
+    /// It was left out, with the reason.
+    Skipped(String),
+}
+
 /// Why timing ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -212,6 +222,8 @@ pub struct Outcome {
     pub margin: f64,
     pub stopped: Option<Stopped>,
     pub equality: Option<Equality>,
+    /// `None`: nothing to compare, or the run did not come so far.
+    pub final_check: Option<FinalCheck>,
     pub graph_cost: Option<GraphCost>,
     pub first_replay_ms: Option<f64>,
     /// Steps after which the one-off cost of the graphs is earned back; `None` unless the graph is faster.

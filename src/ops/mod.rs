@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod collective;
+pub mod columns;
 pub mod cpu_args;
 pub mod cross_entropy;
 pub mod delta_net;
@@ -14,6 +15,7 @@ pub mod gated_norm;
 pub mod gemm;
 pub mod grouped_gemm;
 pub mod mamba_conv;
+pub mod mla_rope;
 pub mod moe_permute;
 pub mod optimizer;
 pub mod output_gate;
@@ -28,6 +30,7 @@ pub mod support;
 pub mod swiglu;
 #[cfg(test)]
 pub mod testing;
+pub mod token_gate;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
@@ -123,6 +126,11 @@ pub trait Op: Debug + Send + Sync {
     /// Waits for the device on the host.
     fn host_sync(&self) -> bool {
         false
+    }
+
+    /// Arguments that are read on the host, when the launch is issued: a `host_sync` launch before it has filled them.
+    fn host_inputs(&self) -> &'static [usize] {
+        &[]
     }
 
     /// A device copy that stands in for a collective with other ranks.

@@ -3,10 +3,11 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, Mamba, Model, Moe, Optimizer,
-    Recompute, RunConfig, ScoreFunction,
+    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, Mamba, Mla, Model, Moe,
+    Optimizer, Recompute, RunConfig, ScoreFunction,
 };
 use crate::ops::rope::RopeScaling;
+use crate::ops::rope::scaling::{Llama3, Yarn};
 use crate::recipe::{Recipe, layer_kinds, padded_vocab};
 use crate::rules::{Effective, Values, layout_of};
 use std::collections::BTreeSet;
@@ -116,7 +117,7 @@ pub fn config(
         recompute: Recompute {
             granularity: v.text("model.recompute_granularity").map(str::to_owned),
             method: v.text("model.recompute_method").map(str::to_owned),
-            num_layers: v.int("model.recompute_num_layers").and_then(|n| usize::try_from(n).ok()),
+            num_layers: v.int("model.recompute_num_layers").map(|n| usize::try_from(n).unwrap_or(0)),
             modules: e.recomputed().into_iter().map(str::to_owned).collect(),
         },
         optimizer: Optimizer {
@@ -190,7 +191,20 @@ fn model(e: &Effective) -> Model {
             key_dim: size(e, "model.linear_key_head_dim"),
             value_dim: size(e, "model.linear_value_head_dim"),
         }),
+        mla: v.on("model.multi_latent_attention").then(|| mla(e)),
         mtp_num_layers: size(e, "model.mtp_num_layers"),
+        // Megatron-Core's default.
+        mtp_loss_scaling_factor: v.float("model.mtp_loss_scaling_factor").unwrap_or(0.1),
+    }
+}
+
+fn mla(e: &Effective) -> Mla {
+    Mla {
+        q_lora_rank: e.values.is_set("model.q_lora_rank").then(|| size(e, "model.q_lora_rank")),
+        kv_lora_rank: size(e, "model.kv_lora_rank"),
+        qk_head_dim: size(e, "model.qk_head_dim"),
+        qk_pos_emb_head_dim: size(e, "model.qk_pos_emb_head_dim"),
+        v_head_dim: size(e, "model.v_head_dim"),
     }
 }
 
@@ -217,13 +231,19 @@ fn moe(e: &Effective) -> Moe {
         shared_expert_intermediate_size: e
             .shared_expert()
             .then(|| size(e, "model.moe_shared_expert_intermediate_size")),
+        shared_expert_gate: e.shared_expert() && v.on("model.moe_shared_expert_gate"),
+        latent_size: v.is_set("model.moe_latent_size").then(|| size(e, "model.moe_latent_size")),
         score_function: match v.text("model.moe_router_score_function") {
             Some("sigmoid") => ScoreFunction::Sigmoid,
             _ => ScoreFunction::Softmax,
         },
         pre_softmax: v.on("model.moe_router_pre_softmax"),
         topk_scaling_factor: v.float("model.moe_router_topk_scaling_factor"),
+        num_groups: size(e, "model.moe_router_num_groups").max(1),
+        group_topk: size(e, "model.moe_router_group_topk").max(1),
         expert_bias: v.on("model.moe_router_enable_expert_bias"),
+        // Megatron-Core's default.
+        bias_update_rate: v.float("model.moe_router_bias_update_rate").unwrap_or(1e-3),
         aux_loss_coeff: v.float("model.moe_aux_loss_coeff").unwrap_or(0.0),
         load_balancing_type: v.text("model.moe_router_load_balancing_type").unwrap_or("none").to_owned(),
         force_load_balancing: v.on("model.moe_router_force_load_balancing"),
@@ -248,15 +268,30 @@ fn moe(e: &Effective) -> Moe {
     }
 }
 
-/// Llama 3.1's frequency scaling. The factors of the blended band are the published configurations' (low 1,
-/// high 4, original context 8192 in every Llama 3.x `config.json`).
+/// The model's scaling of rotary frequencies. What recipes leave out is what the models were published with: Llama
+/// 3.x blends between 1 and 4 waves of a context of 8192 tokens, YaRN's ramp is between 32 turns and 1 within 4096
+/// (Megatron-Core's defaults too).
 fn rope_scaling(v: &Values) -> Option<RopeScaling> {
     let of = v.get("model.rope_scaling");
     let number = |key: &str, unset: f64| of.get(key).and_then(serde_json::Value::as_f64).unwrap_or(unset);
-    (of.get("type").and_then(serde_json::Value::as_str) == Some("llama3")).then(|| RopeScaling {
-        factor: number("factor", 8.0),
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position: number("original_max_position_embeddings", 8192.0),
-    })
+    let original = |unset: f64| number("original_max_position_embeddings", unset);
+    match of.get("type").and_then(serde_json::Value::as_str) {
+        Some("llama3") => Some(RopeScaling::Llama3(Llama3 {
+            factor: number("factor", 8.0),
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position: original(8192.0),
+        })),
+        Some("yarn") => Some(RopeScaling::Yarn(Yarn {
+            factor: number("factor", 1.0),
+            original_max_position: original(4096.0),
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            mscale: number("mscale", 1.0),
+            mscale_all_dim: number("mscale_all_dim", 0.0),
+            // gpt-oss alone ramps between broken pairs.
+            rounded: v.on("model.multi_latent_attention"),
+        })),
+        _ => None,
+    }
 }

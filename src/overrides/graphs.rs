@@ -123,6 +123,16 @@ pub fn notices(e: &Effective, notices: &mut Vec<Notice>) {
         let text = "recomputing core_attn is pointless: fused attention stores no scores";
         notices.push(Notice::new("core_attn_recompute", text));
     }
+    for module in e.recomputed().into_iter().filter(|m| !recomputable(e, m)) {
+        let why = if module == "layernorm" {
+            "upstream fuses the norms of these layers with the products behind them and recomputes none"
+        } else {
+            "no layer has this part"
+        };
+        let text =
+            format!("--recompute_modules {module}: nothing of {} is recomputed by it, {why}", e.recipe);
+        notices.push(Notice::new("recompute_matches_no_layer", text));
+    }
     let kept = e.has(Scope::MoePreprocess)
         && (e.dispatcher() == "alltoall" || e.values.is_set("model.moe_latent_size"))
         && !e.values.on("model.moe_shared_expert_overlap");
@@ -130,5 +140,20 @@ pub fn notices(e: &Effective, notices: &mut Vec<Notice>) {
         let text =
             "layernorm recompute beside a captured router: the norm before the MoE layer is not recomputed";
         notices.push(Notice::new("pre_mlp_layernorm_recompute_disabled", text));
+    }
+}
+
+/// Some layer of the model has this recomputable module. The rules have seen to those that need a kind of their own.
+fn recomputable(e: &Effective, module: &str) -> bool {
+    let experts = e.layers_of(Scope::Moe) > 0;
+    match module {
+        "core_attn" => e.layers_of(Scope::Attn) > 0,
+        "mlp" => e.layers_of(Scope::Mlp) > 0,
+        "moe" | "moe_act" => experts,
+        "shared_experts" => experts && e.shared_expert(),
+        "layernorm" => experts || e.values.on("model.multi_latent_attention"),
+        // Parts of a gated delta product, which no model here has.
+        "gdp_in_proj" | "gdp_qkv" => false,
+        _ => true,
     }
 }

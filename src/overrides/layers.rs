@@ -78,6 +78,16 @@ pub fn adapt(
             }
         }
     }
+    // Without multi-token prediction its place in the recipe's layout stays empty.
+    let layout = values.text(SPLITS[0]).filter(|l| l.contains('m') && !l.contains("m*")).map(str::to_owned);
+    if let Some(layout) = layout
+        && explicit.contains("model.mtp_num_layers")
+        && !explicit.contains(SPLITS[0])
+        && args.general.pipeline_model_parallel_layout.is_none()
+        && values.int("model.mtp_num_layers").unwrap_or(0) == 0
+    {
+        values.set(SPLITS[0], layout.replace('m', ""));
+    }
     if let Some(k) =
         args.general.first_k_dense_replace.and_then(|k| usize::try_from(k).ok()).filter(|k| *k < n)
     {

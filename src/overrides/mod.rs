@@ -12,6 +12,7 @@ use crate::features;
 use crate::keys::KeyError;
 use crate::recipe::{Catalogue, Recipe, RecipeError, Selector};
 use crate::rules::{self, Values, Violation};
+use crate::workloads::schedule::Pipeline;
 use crate::workloads::share::{RankShare, ShareError};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -129,8 +130,26 @@ pub fn resolve(
     }
     let config = build::config(&effective, &recipe, approximations, not_built);
     RankShare::of(&config)?;
+    notices.extend(shortened_pipeline(&config));
     let max_steps = effective.max_steps.and_then(|n| usize::try_from(n).ok());
     Ok(Resolved { config, notices, recipe, values: effective.values, args: args.clone(), max_steps })
+}
+
+/// A run of fewer micro-batches than the stage has in flight holds fewer activations, and graphs, than the job.
+fn shortened_pipeline(cfg: &RunConfig) -> Option<Notice> {
+    let in_flight = |count| Pipeline::of(cfg, count).in_flight();
+    let (run, job) = (cfg.batch.num_microbatches, cfg.batch.num_microbatches_recipe);
+    let (has, would) = (in_flight(run), in_flight(job));
+    (cfg.parallel.pp > 1 && !cfg.stack_only && has < would).then(|| {
+        Notice::new(
+            "pipeline_shortened",
+            format!(
+                "{run} of {job} micro-batches are run: pipeline rank {} has {has} passes in flight, {would} in the whole \
+                 job; a larger --max_microbatches (0: all) holds what the job holds",
+                cfg.parallel.pp_rank
+            ),
+        )
+    })
 }
 
 /// The head of `--dryrun --format json`; the program is added by the caller.

@@ -18,6 +18,9 @@ pub struct Builder {
     pub part: Part,
     pub pass: Pass,
     pub micro_batch: usize,
+    /// Activation slot: names of activations carry it, so that each slot has buffers of its own and the micro-batches
+    /// of one slot share them.
+    pub slot: usize,
     error: Option<String>,
 }
 
@@ -31,6 +34,7 @@ impl Default for Builder {
             part: Part::Step,
             pass: Pass::Other,
             micro_batch: 0,
+            slot: 0,
             error: None,
         }
     }
@@ -72,8 +76,22 @@ impl Builder {
         })
     }
 
-    /// Written and last read within a step.
+    /// Written and last read within a step, in the buffers of the current slot.
     pub fn activation(&mut self, name: &str, dtype: DType, shape: &[usize]) -> BufId {
+        let name = self.in_slot(name);
+        self.transient(&name, dtype, shape)
+    }
+
+    /// The name of a buffer that each slot has one of.
+    pub fn in_slot(&self, name: &str) -> String {
+        match self.slot {
+            0 => name.into(),
+            slot => format!("{name}.slot{slot}"),
+        }
+    }
+
+    /// Written and last read within a step, the same for all slots.
+    pub fn transient(&mut self, name: &str, dtype: DType, shape: &[usize]) -> BufId {
         self.buffer(name, dtype, shape, Lifetime::Activation, Init::Poison)
     }
 
@@ -173,6 +191,7 @@ impl Builder {
             lane: 0,
             after: Vec::new(),
             staging: false,
+            recompute: false,
         });
     }
 

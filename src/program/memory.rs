@@ -47,7 +47,7 @@ fn align(bytes: usize) -> usize {
 }
 
 /// Launch intervals (inclusive) in which each root activation holds a value.
-fn lifetimes(program: &Program) -> Vec<Vec<(usize, usize)>> {
+pub(crate) fn lifetimes(program: &Program) -> Vec<Vec<(usize, usize)>> {
     let mut live: Vec<Vec<(usize, usize)>> = vec![Vec::new(); program.buffers.len()];
     for (i, launch) in program.launches.iter().enumerate() {
         for (spec, &id) in launch.op.args().iter().zip(&launch.args) {

@@ -140,6 +140,8 @@ pub enum Part {
     Mamba,
     Head,
     Loss,
+    /// What arrives from and goes to other pipeline stages.
+    Pipeline,
     /// Data-parallel reduction of the main gradients.
     GradReduce,
     Optimizer,
@@ -171,6 +173,8 @@ pub struct Launch {
     pub after: Vec<usize>,
     /// A copy into a TE graph's static buffers: in the graph arm only.
     pub staging: bool,
+    /// Repeats a forward launch in the backward pass: real work, but no model FLOPs.
+    pub recompute: bool,
 }
 
 impl Launch {
@@ -192,11 +196,18 @@ pub struct Program {
     pub loss: Option<BufId>,
     /// f32 scalar: norm of the gradients before clipping.
     pub grad_norm: Option<BufId>,
+    /// Transformer Engine captures a layer once for each micro-batch when there are pipeline stages, once for all
+    /// otherwise (rules file, section 6).
+    pub graph_per_micro_batch: bool,
     /// i32 scalars that must be 0 after a step (row overflow), each with what it means.
     pub faults: Vec<(BufId, String)>,
 }
 
 impl Program {
+    /// FLOPs that the model asks for: what recompute does twice counts once.
+    pub fn model_flops(&self) -> f64 {
+        self.launches.iter().filter(|l| !l.recompute).map(|l| l.op.flops()).sum()
+    }
     pub fn buffer(&self, id: BufId) -> &Buffer {
         &self.buffers[id.0 as usize]
     }

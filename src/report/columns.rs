@@ -285,6 +285,7 @@ columns! {
     steady_reason Text r => arm(r, |a| a.steady.reason.clone()), "The trend that was found, or why none was looked for.";
     device_busy_note Text r => arm(r, |a| a.busy_note.clone()), "Why `device_busy_ms` is empty.";
     equality_steps Int r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| e.steps), "Steps of each arm in the equality check.";
+    final_check Text r => r.measured().and_then(|o| o.final_check.as_ref()).map(final_check), "`equal`: after timing both arms left the same bits from the seed once more; else `skipped` and why.";
     digest Text r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| format!("{:016x}", e.digest)), "Hash over the bits of all buffers compared: repeats with seed and configuration.";
     grad_norm_last Float r => arm(r, |a| a.grad_norm_last.map(f64::from)), "Gradient norm of the last step, before clipping.";
     speedup_modelled_ci95_low Float r => r.compared().and_then(|o| o.speedup_modelled_ci95.map(|c| c.0)), "Low end of the 95 % interval of `speedup_modelled`; empty under eight pairs.";
@@ -315,6 +316,14 @@ fn stopped_by(stopped: crate::measure::outcome::Stopped) -> &'static str {
         Stopped::Precision => "precision",
         Stopped::MaxTime => "max_time",
         Stopped::MaxSteps => "max_steps",
+    }
+}
+
+fn final_check(check: &crate::measure::outcome::FinalCheck) -> String {
+    use crate::measure::outcome::FinalCheck;
+    match check {
+        FinalCheck::Equal { .. } => "equal".into(),
+        FinalCheck::Skipped(why) => format!("skipped: {why}"),
     }
 }
 

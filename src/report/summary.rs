@@ -2,6 +2,7 @@
 
 use super::columns::number;
 use super::row::{Row, RunFacts};
+use crate::measure::outcome::FinalCheck;
 use crate::measure::{Outcome, Verdict};
 
 /// Lines are broken before this column.
@@ -90,6 +91,9 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
             "Equal work: losses and {} buffers are the same bits after {} steps of each arm.",
             equality.buffers, equality.steps
         ));
+        if let Some(FinalCheck::Equal { steps }) = outcome.final_check {
+            lines.push(format!("They were so again after timing, over {steps} steps."));
+        }
     }
     if facts.device == "cpu" {
         lines.push("No speedup is given: a CPU's \"graph\" is the recorded list replayed.".into());

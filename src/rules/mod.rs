@@ -86,6 +86,7 @@ pub const COERCIONS: &[(&str, &str)] = &[
     ),
     ("R20", "--moe_flex_dispatcher_backend: None means alltoall, a name means flex with that backend"),
     ("R21", "--data squad_packed pads the list of sequence starts when graphs are on"),
+    ("R38", "a recomputed module that fits no layer changes nothing (notice recompute_matches_no_layer)"),
     ("R38", "recomputing core_attn is pointless with fused attention (notice core_attn_recompute)"),
     (
         "R64",

@@ -133,7 +133,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         id: "R38",
         wrong: "a selective recompute that does not fit the model",
-        remedy: "Name modules that the model has: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts; without a layer count.",
+        remedy: "Name modules that the model has: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts, gdn_norm_out, mhc; \
+                 without a layer count.",
         broken: |e| {
             let modules = e.recomputed();
             if let Some(unknown) = modules.iter().find(|m| !RECOMPUTABLE.contains(m)) {
@@ -145,6 +146,19 @@ pub const RULES: &[Rule] = &[
                 (
                     e.recomputes("mla_up_proj") && !e.values.on("model.multi_latent_attention"),
                     "mla_up_proj: the model has no MLA",
+                ),
+                (
+                    e.recomputes("gdn_norm_out")
+                        && e.values.text("model.attention_variant") != Some("gated_delta_net"),
+                    "gdn_norm_out: the model has no gated delta net",
+                ),
+                (
+                    e.recomputes("mhc") && !e.values.is_set("model.hyper_connections"),
+                    "mhc: the model has no hyper-connections",
+                ),
+                (
+                    e.recomputes("mhc") && e.recomputes("mlp"),
+                    "mhc recomputes the MLP's surroundings already: leave mlp out",
                 ),
                 (
                     e.recomputes("moe_act") && !e.values.on("model.moe_grouped_gemm"),
@@ -159,6 +173,25 @@ pub const RULES: &[Rule] = &[
                 .into_iter()
                 .find(|(broken, _)| *broken)
                 .map(|(_, what)| format!("--recompute_modules: {what}"))
+        },
+    },
+    Rule {
+        id: "R38b",
+        wrong: "full recompute without a method or a number of layers",
+        remedy: "Give -rl N, or set model.recompute_method to block or uniform and model.recompute_num_layers (at least 1 for uniform).",
+        broken: |e| {
+            let method = e.values.text("model.recompute_method");
+            let layers = e.values.int("model.recompute_num_layers");
+            let lacks = [
+                (method.is_none(), "no model.recompute_method".to_owned()),
+                (layers.is_none(), "no model.recompute_num_layers".to_owned()),
+                (
+                    method == Some("uniform") && layers.is_some_and(|n| n < 1),
+                    format!("uniform groups of {} layers", layers.unwrap_or(0)),
+                ),
+            ];
+            let (_, why) = lacks.into_iter().find(|(lacking, _)| e.full_recompute() && *lacking)?;
+            Some(format!("model.recompute_granularity=full: {why}"))
         },
     },
     Rule {

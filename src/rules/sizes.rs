@@ -92,6 +92,7 @@ pub const NUMBERS: &[Rule] = &[
                 "model.expert_model_parallel_size",
                 "model.expert_tensor_parallel_size",
                 "model.virtual_pipeline_model_parallel_size",
+                "model.microbatch_group_size_per_vp_stage",
             ];
             let option = |name: &str, v: i64, least: i64| {
                 when(v < least || v > MAX_SIZE, || format!("{name} is {v}, outside {least} to {MAX_SIZE}"))
@@ -105,7 +106,6 @@ pub const NUMBERS: &[Rule] = &[
                 .or_else(|| {
                     let counts = [
                         "scheduler.lr_warmup_iters",
-                        "model.recompute_num_layers",
                         "model.cpu_offloading_num_layers",
                         "model.mtp_num_layers",
                         "model.num_layers_in_first_pipeline_stage",
@@ -113,11 +113,13 @@ pub const NUMBERS: &[Rule] = &[
                     ];
                     out_of_range(e, &counts, 0, MAX_SIZE)
                 })
+                // Any number is legal there (R16): below 1, no layer is recomputed.
+                .or_else(|| out_of_range(e, &["model.recompute_num_layers"], -MAX_SIZE, MAX_SIZE))
                 .or_else(|| option("-ng", e.num_gpus, 1))
                 .or_else(|| e.max_steps.and_then(|v| option("-ms", v, 1)))
                 .or_else(|| option("--max_microbatches", a.mbperf.max_microbatches, 0))
                 .or_else(|| option("--pp_rank", a.mbperf.pp_rank, 0))
-                .or_else(|| option("--equality_steps", a.mbperf.equality_steps, 2))
+                .or_else(|| a.mbperf.equality_steps.and_then(|v| option("--equality_steps", v, 2)))
                 .or_else(|| a.performance.activation_offload_layers.and_then(|v| option("-ol", v, 0)))
                 .or_else(|| {
                     let tokens = e.values.int("train.micro_batch_size").unwrap_or(1).saturating_mul(
@@ -250,6 +252,7 @@ pub fn layout_of(e: &Effective) -> Parallel {
         last_stage_layers: optional("model.num_layers_in_last_pipeline_stage"),
         account_for_embedding: e.values.on("model.account_for_embedding_in_pipeline_split"),
         account_for_loss: e.values.on("model.account_for_loss_in_pipeline_split"),
+        microbatch_group_size: optional("model.microbatch_group_size_per_vp_stage").filter(|n| *n > 0),
         use_distributed_optimizer: e.values.on("ddp.use_distributed_optimizer"),
     }
 }
@@ -417,6 +420,34 @@ pub const LAYOUT: &[Rule] = &[
                 .or_else(|| {
                     when(p.vp > 1 && p.pp == 1, || format!("-vp {} without pipeline stages (-pp 1)", p.vp))
                 })
+        },
+    },
+    Rule {
+        id: "M13",
+        wrong: "virtual stages with fewer micro-batches than the interleaved order needs",
+        remedy: "Raise -gb, lower -mb or -pp, set model.microbatch_group_size_per_vp_stage between -pp and the micro-batches, \
+                 or give -vp None.",
+        broken: |e| {
+            // Megatron-Core, schedules.py: the checks at the start of the interleaved schedule.
+            let p = layout_of(e);
+            let share = e.size("train.micro_batch_size").saturating_mul(e.dp().max(1)).max(1);
+            let job = usize::try_from(e.size("train.global_batch_size") / share).unwrap_or(0);
+            let group = p.microbatch_group_size.unwrap_or(p.pp);
+            let rest = job % group.max(1);
+            when(p.vp > 1 && (group < p.pp || group > job), || {
+                format!(
+                    "-vp {} runs groups of {group} micro-batches: a group has at least -pp {} and at most the job's {job}",
+                    p.vp, p.pp
+                )
+            })
+            .or_else(|| {
+                when(p.vp > 1 && rest > 0 && rest < p.pp, || {
+                    format!(
+                        "-vp {} runs {job} micro-batches in groups of {group}: the last has {rest}, fewer than -pp {}",
+                        p.vp, p.pp
+                    )
+                })
+            })
         },
     },
 ];

@@ -88,6 +88,7 @@ pub(super) fn side_points(
         let mut executor = open_device(&plan, args, on_gpu, None, beat.clone())?;
         let options = Options {
             max_time_s: options.max_time_s * SIDE_SHARE,
+            longest_time_s: None,
             busy: false,
             host_costs: None,
             ..options.clone()

@@ -47,6 +47,7 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
         kv_heads,
         head_dim,
         dropout: None,
+        ..AttnShape::default()
     });
     let shapes: Vec<AttnShape> = shapes.collect();
     let forward = shapes.iter().map(|s| Arc::new(AttnFwd { shape: s.clone() }) as Arc<dyn Op>);
@@ -74,6 +75,7 @@ fn against_own(q_heads: usize, kv_heads: usize, seq: usize, options: &CudaOption
         kv_heads,
         head_dim: 128,
         dropout: None,
+        ..AttnShape::default()
     };
     let text = |e: crate::device::DeviceError| e.to_string();
     let own = with(options, AttentionBackend::Own);

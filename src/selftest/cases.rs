@@ -5,26 +5,30 @@ use crate::device::cuda::matmul::Layout;
 use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::collective::{Collective, CountsToHost, StandIn};
+use crate::ops::columns::{JoinColumns, SplitColumns};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
 use crate::ops::delta_net::{CHUNK, DeltaBwd, DeltaFwd, DeltaShape};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
 use crate::ops::gated_norm::after::{NormGateBwd, NormGateFwd};
 use crate::ops::gated_norm::{GatedNormBwd, GatedNormFwd};
-use crate::ops::gemm::{Accumulate, Gemm};
-use crate::ops::grouped_gemm::GroupedGemm;
+use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
+use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
 use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
+use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::output_gate::{GateShape, OutputGateBwd, OutputGateFwd};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
 use crate::ops::rng::Rng;
-use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd};
-use crate::ops::router::{RouterBwd, RouterFwd};
+use crate::ops::rope::scaling::Yarn;
+use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd, RopeScaling};
+use crate::ops::router::{CountAdd, ExpertBiasUpdate, Groups, RouterBwd, RouterFwd};
 use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::ssd::{SsdBwd, SsdFwd, SsdShape};
-use crate::ops::step::{Copy, MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
+use crate::ops::step::{Copy, MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
+use crate::ops::token_gate::{TokenGateBwd, TokenGateFwd};
 use crate::program::DType;
 use std::sync::Arc;
 
@@ -60,7 +64,7 @@ fn gemm(add: &mut Add) {
                 add(Arc::new(Gemm { m, n, k, layout, batch: 1, out, accumulate }));
             }
         }
-        add(Arc::new(Gemm {
+        let all = Gemm {
             m: 72,
             n: 136,
             k: 40,
@@ -68,7 +72,9 @@ fn gemm(add: &mut Add) {
             batch: 3,
             out: DType::Bf16,
             accumulate: Accumulate::InPlace,
-        }));
+        };
+        add(Arc::new(SeparateGemms { all: all.clone() }));
+        add(Arc::new(all));
     }
     // A micro-batch may have any number of tokens.
     add(Arc::new(Gemm {
@@ -135,18 +141,83 @@ fn norm_and_rope(add: &mut Add) {
             add(Arc::new(QkvRopeBwd::of(&fwd)));
             add(Arc::new(fwd));
         }
+        let yarn = RopeScaling::Yarn(Yarn {
+            factor: 40.0,
+            original_max_position: 4096.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            mscale: 1.0,
+            mscale_all_dim: 0.0,
+            rounded: true,
+        });
+        let fwd = QkvRopeFwd {
+            positions,
+            q_heads: 4,
+            kv_heads: 2,
+            head_dim: 64,
+            rotary_dim: 64,
+            base: 150_000.0,
+            qk_norm: Some(1e-5),
+            scaling: Some(yarn),
+            zero_centered: false,
+            gated: false,
+        };
+        add(Arc::new(QkvRopeBwd::of(&fwd)));
+        add(Arc::new(fwd));
+        for (heads, nope, rotary, value, scaling) in [
+            (1, 8, 8, 8, None),
+            (5, 128, 64, 128, Some(yarn)),
+            (16, 192, 64, 256, None),
+            (3, 32, 16, 32, None),
+        ] {
+            let shape = MlaShape { positions, heads, nope, rotary, value, base: 1e4, scaling };
+            add(Arc::new(MlaRopeFwd { shape }));
+            add(Arc::new(MlaRopeBwd { shape }));
+        }
+        let rows = positions.rows();
+        for (first, second) in [(8, 8), (512, 64), (264, 24)] {
+            add(Arc::new(SplitColumns { rows, first, second }));
+            add(Arc::new(JoinColumns { rows, first, second }));
+        }
     }
 }
 
 fn attention(add: &mut Add) {
     let whole = |batch, seq| (Positions::whole(batch, seq), seq);
+    // Multi-latent attention: keys wider than values, DeepSeek's and GLM's widths, a scale of its own.
+    for (positions, kv_len) in [whole(1, 1), whole(2, 77), whole(1, 257)] {
+        for (heads, head_dim, head_dim_v) in [(3, 192, 128), (2, 256, 256), (2, 48, 32)] {
+            for p in [0.0, 0.1] {
+                let shape = AttnShape {
+                    positions,
+                    kv_len,
+                    q_heads: heads,
+                    kv_heads: heads,
+                    head_dim,
+                    head_dim_v: Some(head_dim_v),
+                    scale: Some(0.1),
+                    dropout: (p > 0.0).then_some(Dropout { p, rng: RNG }),
+                };
+                add(Arc::new(AttnFwd { shape: shape.clone() }));
+                add(Arc::new(AttnBwd { shape }));
+            }
+        }
+    }
     let chunks = (Positions { batch: 1, seq: 192, chunks: [(96, 96), (192, 96)] }, 384);
     let shapes = [whole(1, 1), whole(2, 7), whole(1, 129), whole(1, 513), whole(2, 256), chunks];
     for (positions, kv_len) in shapes {
         for (q_heads, kv_heads, head_dim) in [(4, 1, 128), (4, 2, 64), (2, 2, 128)] {
             for p in [0.0, 0.1] {
                 let dropout = (p > 0.0).then_some(Dropout { p, rng: RNG });
-                let shape = AttnShape { positions, kv_len, q_heads, kv_heads, head_dim, dropout };
+                let shape = AttnShape {
+                    positions,
+                    kv_len,
+                    q_heads,
+                    kv_heads,
+                    head_dim,
+                    dropout,
+                    ..AttnShape::default()
+                };
                 add(Arc::new(AttnFwd { shape: shape.clone() }));
                 add(Arc::new(AttnBwd { shape }));
             }
@@ -180,7 +251,7 @@ fn elementwise(add: &mut Add) {
     }
     add(Arc::new(GradNormFinish { partials: 2048, clip: 1.0 }));
     add(Arc::new(StepBegin {}));
-    add(Arc::new(MicroBatchAdvance {}));
+    add(Arc::new(MicroBatchSet { micro_batch: 5 }));
     add(Arc::new(StepEnd { lr: 3e-4, min_lr: 3e-5, warmup_iters: 10, decay_iters: 50 }));
 }
 
@@ -200,6 +271,8 @@ fn ends(add: &mut Add) {
         (Collective::AllReduce, 3, 40, 4),
         (Collective::AllToAll, 12, 40, 4),
         (Collective::InPlace, 1, 4096, 8),
+        (Collective::Send, 12, 40, 2),
+        (Collective::Receive, 12, 40, 2),
     ] {
         add(Arc::new(StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 }));
     }
@@ -226,6 +299,7 @@ fn moe(add: &mut Add) {
                 forced,
                 skew: forced.is_some(),
                 expert_bias,
+                groups: None,
             };
             add(Arc::new(RouterBwd {
                 tokens,
@@ -239,6 +313,30 @@ fn moe(add: &mut Add) {
             }));
             add(Arc::new(fwd));
         }
+    }
+    for (tokens, experts, topk, count, chosen) in
+        [(1, 8, 2, 4, 2), (130, 256, 8, 8, 4), (77, 60, 4, 6, 2), (33, 384, 8, 32, 8)]
+    {
+        for (score, expert_bias) in
+            [(softmax, false), (ScoreFunction::Sigmoid, false), (ScoreFunction::Sigmoid, true)]
+        {
+            add(Arc::new(RouterFwd {
+                tokens,
+                experts,
+                topk,
+                score,
+                pre_softmax: false,
+                scaling: Some(2.5),
+                forced: None,
+                skew: false,
+                expert_bias,
+                groups: Some(Groups { count, chosen }),
+            }));
+        }
+    }
+    for experts in [5, 256, 384] {
+        add(Arc::new(CountAdd { experts }));
+        add(Arc::new(ExpertBiasUpdate { layers: 3, experts, rate: 1e-3 }));
     }
     for (tokens, topk, experts, modulo, capacity) in [
         (1, 2, 8, true, None),
@@ -260,6 +358,10 @@ fn moe(add: &mut Add) {
             add(Arc::new(CombineRows { tokens, topk, rows, hidden, residual, shared, dprobs }));
         }
     }
+    for (tokens, hidden) in [(1, 8), (77, 264), (515, 2048), (33, 7168)] {
+        add(Arc::new(TokenGateFwd { tokens, hidden }));
+        add(Arc::new(TokenGateBwd { tokens, hidden }));
+    }
     add(Arc::new(ChunkMap { experts: 32, local: 8, rows: 500 }));
     for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
         for (experts, rows, n, k) in
@@ -267,7 +369,12 @@ fn moe(add: &mut Add) {
         {
             for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
                 if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
-                    add(Arc::new(GroupedGemm { experts, rows, n, k, layout, out, accumulate }));
+                    let grouped = GroupedGemm { experts, rows, n, k, layout, out, accumulate };
+                    for ranks in [1, 4] {
+                        let bins = experts * ranks;
+                        add(Arc::new(PerExpertGemm { grouped: grouped.clone(), bins }));
+                    }
+                    add(Arc::new(grouped));
                 }
             }
         }

@@ -103,6 +103,7 @@ pub(super) fn attention(
         kv_heads,
         head_dim: d,
         dropout: None,
+        ..AttnShape::default()
     };
     let op = AttnFwd { shape };
     let specs = op.args();

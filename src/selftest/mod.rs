@@ -23,6 +23,7 @@ use std::sync::Arc;
 pub struct Log<'a> {
     out: &'a mut dyn Write,
     only: Option<String>,
+    except: Option<String>,
     passed: usize,
     failed: usize,
 }
@@ -31,6 +32,7 @@ impl Log<'_> {
     /// Whether a check of this name was asked for.
     pub fn wants(&self, name: &str) -> bool {
         self.only.as_ref().is_none_or(|o| name.contains(o.as_str()))
+            && self.except.as_ref().is_none_or(|e| !name.contains(e.as_str()))
     }
     pub fn record(&mut self, name: &str, result: Result<String, String>) {
         let (word, text) = match &result {
@@ -49,7 +51,7 @@ impl Log<'_> {
 
 /// Runs all checks; true if all passed.
 pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> bool {
-    let mut log = Log { out, only: args.only.clone(), passed: 0, failed: 0 };
+    let mut log = Log { out, only: args.only.clone(), except: args.except.clone(), passed: 0, failed: 0 };
     let own = attention::with(options, AttentionBackend::Own);
     odd_sizes(&mut log, &own);
     large::run(&mut log, &own);
@@ -57,7 +59,11 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
     steps::run(&mut log, options);
     let (passed, failed) = (log.passed, log.failed);
     let _ = writeln!(log.out, "{passed} passed, {failed} failed");
-    failed == 0
+    if passed + failed == 0 {
+        let _ =
+            writeln!(log.out, "no check was chosen: `mbperf selftest` without --only and --except names all");
+    }
+    failed == 0 && passed > 0
 }
 
 /// Every op at odd shapes; one line an op family and output, the worst case named.

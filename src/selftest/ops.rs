@@ -3,6 +3,7 @@
 use crate::capture::{ArmPlan, RunPlan, Segment};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::{Arm, DeviceError, Executor};
+use crate::ops::collective::CountsToHost;
 use crate::ops::cpu_args::{CpuArgs, Slot};
 use crate::ops::rng::philox;
 use crate::ops::{Access, ArgSpec, Op, Sample};
@@ -115,19 +116,32 @@ pub fn on_device(
     options: &CudaOptions,
 ) -> Result<Vec<Vec<f64>>, DeviceError> {
     let mut b = Builder::default();
+    let mut host_copies = Vec::new();
     let ids: Vec<BufId> = specs
         .iter()
         .enumerate()
         .map(|(i, s)| {
             let lifetime =
                 if op.host_sync() && i + 1 == specs.len() { Lifetime::Host } else { Lifetime::StepState };
+            if op.host_inputs().contains(&i) {
+                // Its values come from a device buffer, as in a step.
+                let host = format!("host{i}.{}", s.name);
+                let host = b.buffer(&host, s.dtype, &s.shape, Lifetime::Host, Init::Poison);
+                host_copies.push((i, host, s.len()));
+            }
             b.buffer(&format!("arg{i}.{}", s.name), s.dtype, &s.shape, lifetime, Init::Poison)
         })
         .collect();
-    b.launch_shared(op, &ids);
+    let mut args = ids.clone();
+    for (i, host, len) in host_copies {
+        b.launch(CountsToHost { len }, &[ids[i], host]);
+        args[i] = host;
+    }
+    b.launch_shared(op, &args);
     let program = b.finish().map_err(DeviceError::internal)?;
-    let plan = memory::plan(&program, &[false]);
-    let segments = vec![Segment { launches: 0..1, graph: None, label: "op".into() }];
+    let launches = program.launches.len();
+    let plan = memory::plan(&program, &vec![false; launches]);
+    let segments = vec![Segment { launches: 0..launches, graph: None, label: "op".into() }];
     let run = RunPlan {
         eager: ArmPlan { program: Arc::new(program), segments, memory: plan },
         graph: None,

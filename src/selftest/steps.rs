@@ -21,8 +21,7 @@ const LAUNCH_COST_ALLOWED: f64 = 1.25;
 const DROPOUT: &str = "model.attention_dropout=0.1 model.hidden_dropout=0.1";
 const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
 const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
-/// Recompute is not built yet.
-const NANO: &str = "-m nemotronh -mr nemotron_3_nano -g h100 model.recompute_granularity=null";
+const NANO: &str = "-m nemotronh -mr nemotron_3_nano -g h100";
 const HYBRID: &str = "-m nemotronh -mr nemotronh_56b -g h100 --run_dtype bf16 -c fp8_cs";
 const PADDED: &str = "model.moe_token_dispatcher_type=alltoall --use_tokendrop true";
 
@@ -56,7 +55,7 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
         (
             "hybrid attn,moe_router,moe_preprocess,mamba, alltoall",
             format!(
-                "{NANO} model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess,mamba"
+                "{NANO} --recompute_modules moe_act,layernorm model.moe_token_dispatcher_type=alltoall --cuda_graph_scope attn,moe_router,moe_preprocess,mamba"
             ),
         ),
         ("hybrid with tensor parallelism", format!("{HYBRID} --cuda_graph_scope attn,mamba")),

@@ -38,6 +38,9 @@ pub(super) fn output_std(cfg: &RunConfig) -> f64 {
 }
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<Spec> {
+    if let Some(mla) = &cfg.model.mla {
+        return super::mla::weights(cfg, mla, share, index);
+    }
     let (m, d) = (&cfg.model, dims(cfg, share));
     let (q_all, kv_all) = (m.num_attention_heads * d.head, m.num_query_groups * d.head);
     let name = |what: &str| format!("layer{index}.attn.{what}.weight");
@@ -84,27 +87,41 @@ impl Stack<'_> {
     }
 
     /// Keys and values of all context-parallel ranks: an all-gather when there are several.
-    fn context_ranks(&self) -> usize {
+    pub(super) fn context_ranks(&self) -> usize {
         if self.cfg.stack_only { 1 } else { self.cfg.parallel.cp }
     }
 
-    fn attn_shape(&mut self, l: usize) -> AttnShape {
+    pub(super) fn attn_shape(&mut self, l: usize) -> AttnShape {
         let m = &self.cfg.model;
         let (p, index, seed) = (m.attention_dropout, self.share.layers[l].index, self.model_seed());
         let dropout = (p > 0.0)
             .then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
-        AttnShape {
+        let shape = AttnShape {
             positions: self.positions,
             kv_len: self.positions.seq * self.context_ranks(),
             q_heads: self.share.heads,
             kv_heads: self.share.kv_heads,
             head_dim: self.cfg.model.kv_channels,
             dropout,
+            ..AttnShape::default()
+        };
+        match &self.cfg.model.mla {
+            Some(mla) => super::mla::core(self.cfg, mla, shape),
+            None => shape,
         }
+    }
+
+    /// Log-sum-exp of every row of scores.
+    pub(super) fn attn_lse(&mut self, l: usize) -> BufId {
+        let shape = [self.positions.batch, self.share.heads, self.positions.seq];
+        self.act_as(l, "attn.lse", DType::F32, &shape)
     }
 
     /// `x -> x + attention(norm(x))`, `[split_tokens, hidden]`.
     pub(super) fn attention_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
+        if let Some(mla) = &self.cfg.model.mla {
+            return self.mla_forward(l, mla, x);
+        }
         self.b.at(Some(l), Part::Attn, Pass::Forward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
         let index = self.share.layers[l].index;
@@ -130,19 +147,16 @@ impl Stack<'_> {
             ));
         }
         self.b.launch(self.rope(), &args);
+        let core = self.here();
         let (k, v) = (self.gather_context(l, "k", k, d.kv), self.gather_context(l, "v", v, d.kv));
         let shape = self.attn_shape(l);
         let o = self.act(l, "attn.o", &[t, d.q]);
-        let lse = self.act_as(
-            l,
-            "attn.lse",
-            DType::F32,
-            &[self.positions.batch, self.share.heads, self.positions.seq],
-        );
+        let lse = self.attn_lse(l);
         let mut args = vec![q, k, v];
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
         self.b.launch(AttnFwd { shape }, &args);
+        self.recomputable("core_attn", core, &[o]);
         let o = match self.output_gate(&d) {
             None => o,
             Some(shape) => {
@@ -161,6 +175,9 @@ impl Stack<'_> {
         x: BufId,
         dout: BufId,
     ) -> Result<BufId, WorkloadError> {
+        if let Some(mla) = &self.cfg.model.mla {
+            return self.mla_backward(l, mla, x, dout);
+        }
         self.b.at(Some(l), Part::Attn, Pass::Backward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
         let index = self.share.layers[l].index;
@@ -189,12 +206,7 @@ impl Stack<'_> {
         let gathered = |n: &str| if ranks > 1 { format!("attn.{n}.context") } else { format!("attn.{n}") };
         let q = self.act(l, "attn.q", &[t, d.q]);
         let [k, v] = ["k", "v"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
-        let lse = self.act_as(
-            l,
-            "attn.lse",
-            DType::F32,
-            &[self.positions.batch, self.share.heads, self.positions.seq],
-        );
+        let lse = self.attn_lse(l);
         let dq = self.act(l, "attn.dq", &[t, d.q]);
         let [dk, dv] = ["dk", "dv"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
         let shape = self.attn_shape(l);
@@ -237,7 +249,7 @@ impl Stack<'_> {
         Ok(self.norm_backward(l, "attn.norm", x, rstd, norm_w, dy, Some(dout)))
     }
 
-    fn gather_context(&mut self, l: usize, n: &str, x: BufId, cols: usize) -> BufId {
+    pub(super) fn gather_context(&mut self, l: usize, n: &str, x: BufId, cols: usize) -> BufId {
         let ranks = self.context_ranks();
         if ranks == 1 {
             return x;
@@ -250,7 +262,7 @@ impl Stack<'_> {
         out
     }
 
-    fn reduce_context(&mut self, l: usize, n: &str, x: BufId, cols: usize) -> BufId {
+    pub(super) fn reduce_context(&mut self, l: usize, n: &str, x: BufId, cols: usize) -> BufId {
         let ranks = self.context_ranks();
         if ranks == 1 {
             return x;

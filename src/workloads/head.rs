@@ -16,8 +16,13 @@ pub(super) fn embedding_weight(cfg: &RunConfig, share: &RankShare) -> Spec {
 pub(super) fn head_weights(cfg: &RunConfig, share: &RankShare) -> Vec<Spec> {
     let m = &cfg.model;
     let mut out = vec![Spec::ones("final_norm.weight".into(), m.hidden_size)];
-    if !m.tied_embeddings || !share.has_embedding {
-        out.push(Spec::normal("head.weight".into(), share.vocab, m.hidden_size, m.init_method_std));
+    match (m.tied_embeddings, share.has_embedding) {
+        (false, _) => {
+            out.push(Spec::normal("head.weight".into(), share.vocab, m.hidden_size, m.init_method_std))
+        }
+        // The last stage's copy of the first stage's table.
+        (true, false) => out.push(embedding_weight(cfg, share)),
+        (true, true) => {}
     }
     out
 }
@@ -59,22 +64,22 @@ impl Stack<'_> {
     }
 
     fn head_weight(&self) -> Result<super::weights::Weight, WorkloadError> {
-        self.weights.get("head.weight").or_else(|_| self.weights.get("embedding.weight"))
+        self.weights.get(if self.cfg.model.tied_embeddings { "embedding.weight" } else { "head.weight" })
     }
 
-    /// Final norm, logits, loss; then back to the gradient of the stack's output.
-    /// The loss is the mean over the step's tokens of this rank.
+    /// Final norm, logits, and the loss: the mean over the step's tokens of this rank. Leaves the logits' gradient in
+    /// their place.
     pub(super) fn head_and_loss(
         &mut self,
         x: BufId,
         labels: BufId,
         loss: BufId,
-    ) -> Result<BufId, WorkloadError> {
+    ) -> Result<(), WorkloadError> {
         let (t, h, v) = (self.tokens, self.cfg.model.hidden_size, self.share.vocab);
         let l = self.share.layers.len();
         let (norm_w, head_w) = (self.weights.get("final_norm.weight")?, self.head_weight()?);
         self.b.at(None, Part::Head, Pass::Forward);
-        let (y, rstd) = self.norm(l, "head.norm", x, norm_w);
+        let (y, _) = self.norm(l, "head.norm", x, norm_w);
         let y = self.gather_tokens(l, "head.norm", y, h);
         let logits = self.b.activation("head.logits", DType::Bf16, &[t, v]);
         self.forward_product(logits, y, head_w.value, t, v, h, None);
@@ -84,12 +89,22 @@ impl Stack<'_> {
         let per_token = self.b.activation("loss.per_token", DType::F32, &[t]);
         self.b.launch(CrossEntropy { tokens: t, vocab: v, grad_scale: scale }, &[logits, labels, per_token]);
         self.b.launch(LossSum { tokens: t, scale }, &[per_token, loss]);
+        Ok(())
+    }
 
+    /// From the logits' gradient to that of the stack's output `x`.
+    pub(super) fn head_backward(&mut self, x: BufId) -> Result<BufId, WorkloadError> {
+        let (t, h, v) = (self.tokens, self.cfg.model.hidden_size, self.share.vocab);
+        let l = self.share.layers.len();
+        let (norm_w, head_w) = (self.weights.get("final_norm.weight")?, self.head_weight()?);
         self.b.at(None, Part::Head, Pass::Backward);
+        let logits = self.b.activation("head.logits", DType::Bf16, &[t, v]);
+        let y = self.act(l, if self.split() { "head.norm.gathered" } else { "head.norm.out" }, &[t, h]);
         self.weight_gradient(head_w.grad, logits, y, t, v, h);
         let dy = self.b.activation("head.dy", DType::Bf16, &[t, h]);
         self.data_gradient(dy, logits, head_w.value, t, v, h, None);
         let dy = self.reduce_tokens(l, "head.dy", dy, h);
+        let rstd = self.act_as(l, "head.norm.rstd", DType::F32, &[self.split_tokens]);
         Ok(self.norm_backward(l, "head.norm", x, rstd, norm_w, dy, None))
     }
 }

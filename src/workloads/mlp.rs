@@ -42,11 +42,15 @@ impl Stack<'_> {
         let index = self.share.layers[l].index;
         let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);
         let norm_w = self.weights.get(&format!("layer{index}.mlp.norm.weight"))?;
+        // With the norm, which upstream fuses with the first product of a dense MLP.
+        let start = self.here();
         let (y, _) = self.norm(l, "mlp.norm", x, norm_w);
         let y = self.gather_tokens(l, "mlp.norm", y, h);
         let act = self.gated_forward(l, "mlp", y, f)?;
         let fc2 = self.weights.get(&format!("layer{index}.mlp.fc2.weight"))?;
-        Ok(self.closing_product(l, "mlp", act, fc2.value, h, f, x))
+        let out = self.closing_product(l, "mlp", act, fc2.value, h, f, x);
+        self.recomputable("mlp", start, &[out]);
+        Ok(out)
     }
 
     pub(super) fn mlp_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {

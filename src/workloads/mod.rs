@@ -4,12 +4,18 @@
 
 mod attention;
 mod delta_net;
+mod expert_bias;
+#[cfg(test)]
+mod gradients;
 mod head;
 mod linear;
 mod mamba;
+mod mla;
 mod mlp;
 mod moe;
 mod optimizer;
+mod recompute;
+pub mod schedule;
 pub mod share;
 pub mod shrink;
 mod step;
@@ -80,6 +86,10 @@ struct Stack<'a> {
     words: BufId,
     /// How weight gradients enter the main gradients: added up, or written once (`--stack_only`).
     accumulate: Accumulate,
+    /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
+    drawing: usize,
+    /// Forward launches that the backward pass repeats.
+    regions: Vec<recompute::Region>,
 }
 
 impl Stack<'_> {

@@ -20,6 +20,21 @@ impl Stack<'_> {
         for flat in self.weights.flats.clone() {
             self.in_place_buckets(flat.grads, flat.len, flat.ranks);
         }
+        self.reduce_tied_embedding();
+    }
+
+    /// Both copies of a tied embedding, on the first and the last stage, get the sum of their gradients
+    /// (Megatron-Core `distributed/finalize_model_grads.py`).
+    fn reduce_tied_embedding(&mut self) {
+        let ends = self.share.has_embedding != self.share.has_loss;
+        if !self.cfg.model.tied_embeddings || !ends {
+            return;
+        }
+        if let Ok(table) = self.weights.get("embedding.weight") {
+            let (rows, cols, dtype) = (self.share.vocab, self.cfg.model.hidden_size, self.grad_dtype());
+            let op = StandIn { kind: Collective::AllReduce, rows, cols, ranks: 2, dtype };
+            self.b.launch(op, &[table.grad]);
+        }
     }
 
     fn in_place_buckets(&mut self, whole: BufId, len: usize, ranks: usize) {

@@ -12,7 +12,12 @@ const HEAD_WIDTH: usize = 64;
 const HEADS: usize = 4;
 const FFN: usize = 512;
 const EXPERT_FFN: usize = 128;
+/// Latent experts: narrower than hidden, as it is in the models that have them.
+const EXPERT_LATENT: usize = 64;
 const TOPK: usize = 2;
+/// Latents of multi-latent attention, and the wider parts of its heads.
+const LATENT: usize = 64;
+const LATENT_HEAD: usize = 32;
 /// Mamba heads a rank, and the width of head, state and chunk: several chunks a sequence.
 const MAMBA_HEADS: usize = 8;
 const MAMBA_WIDTH: usize = 32;
@@ -22,6 +27,9 @@ const DELTA_GROUP: usize = 2;
 const DELTA_WIDTH: usize = 32;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
+/// Most pipeline stages: a first, a last and stages between; and most model chunks of one.
+const STAGES: usize = 4;
+const CHUNKS: usize = 2;
 
 /// Sizes that the user gave and that shrinking leaves alone.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,10 +52,17 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     p.ep = p.ep.min(p.tp * p.cp * p.dp);
     p.etp = 1;
     p.sequence_parallel &= p.tp > 1;
-    (p.pp, p.vp, p.pp_rank) = (1, 1, 0);
-    p.pipeline_layout = None;
-    (p.first_stage_layers, p.last_stage_layers) = (None, None);
-    (p.account_for_embedding, p.account_for_loss) = (false, false);
+    if !given.layers {
+        // A first stage stays the first, a last one the last; every stage and chunk has every kind of layer. Layers
+        // that the user gave are split as asked: the rules have found that they fit.
+        let last = p.pp_rank + 1 == p.pp;
+        (p.pp, p.vp) = (p.pp.min(STAGES), p.vp.min(CHUNKS));
+        p.pp_rank = if last { p.pp - 1 } else { p.pp_rank.min(p.pp.saturating_sub(2)) };
+        (p.pipeline_layout, p.microbatch_group_size) = (None, None);
+        (p.first_stage_layers, p.last_stage_layers) = (None, None);
+        (p.account_for_embedding, p.account_for_loss) = (false, false);
+    }
+    let chunks = p.pp * p.vp;
     let groups = p.tp.max(p.ep);
     let tp = p.tp;
 
@@ -59,7 +74,7 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
                 kinds.push(*kind);
             }
         }
-        m.layers = kinds;
+        m.layers = kinds.repeat(chunks);
     }
     if !given.hidden {
         m.hidden_size = m.hidden_size.min(HIDDEN);
@@ -71,6 +86,13 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     m.ffn_hidden_size = m.ffn_hidden_size.min(FFN);
     if !given.vocabulary {
         m.vocab_size = m.vocab_size.min(VOCABULARY);
+    }
+    if let Some(mla) = &mut m.mla {
+        mla.q_lora_rank = mla.q_lora_rank.map(|r| r.min(LATENT));
+        mla.kv_lora_rank = mla.kv_lora_rank.min(LATENT);
+        mla.qk_head_dim = mla.qk_head_dim.min(LATENT_HEAD);
+        mla.qk_pos_emb_head_dim = mla.qk_pos_emb_head_dim.min(LATENT_HEAD / 2);
+        mla.v_head_dim = mla.v_head_dim.min(LATENT_HEAD);
     }
     if let Some(mamba) = &mut m.mamba {
         mamba.num_heads = mamba.num_heads.min(MAMBA_HEADS * tp);
@@ -92,6 +114,10 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         }
         moe.router_topk = moe.router_topk.min(TOPK);
         moe.ffn_hidden_size = moe.ffn_hidden_size.min(EXPERT_FFN);
+        moe.latent_size = moe.latent_size.map(|w| w.min(EXPERT_LATENT));
+        // Two experts a group, half of the groups chosen.
+        moe.num_groups = if moe.num_groups > 1 { (moe.num_experts / 2).max(1) } else { 1 };
+        moe.group_topk = moe.group_topk.min(moe.num_groups / 2).min(moe.router_topk).max(1);
         moe.shared_expert_intermediate_size = moe.shared_expert_intermediate_size.map(|w| w.min(EXPERT_FFN));
     }
     let b = &mut cfg.batch;
@@ -111,7 +137,7 @@ fn summary(cfg: &RunConfig) -> String {
     let p = &cfg.parallel;
     let experts = m.moe.as_ref().map_or(String::new(), |e| format!(", {} experts", e.num_experts));
     format!(
-        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} cp {} ep {} dp {}",
+        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} vp {} cp {} ep {} dp {}",
         m.layers.len(),
         m.hidden_size,
         m.num_attention_heads,
@@ -119,6 +145,7 @@ fn summary(cfg: &RunConfig) -> String {
         m.vocab_size,
         p.tp,
         p.pp,
+        p.vp,
         p.cp,
         p.ep,
         p.dp

@@ -1,15 +1,24 @@
-//! The order of a step: tokens; every micro-batch forward and backward; gradient reduction; optimizer.
+//! The order of a step: tokens; every micro-batch forward and backward in the order of the pipeline; gradient
+//! reduction; optimizer.
+//!
+//! With pipeline stages each pass begins with what arrives from another stage and ends with what goes to one. One
+//! process has no other stage: what arrives is drawn from (seed, step, micro-batch) and copied, as many bytes as the
+//! transfer has; what goes out is copied to a buffer that stands for the other side and is part of the digest.
 
-use super::share::{LocalLayer, RankShare};
+use super::schedule::{Pipeline, Turn, slots};
+use super::share::RankShare;
 use super::weights::Weights;
-use super::{Stack, Sublayer, WorkloadError, sublayers};
+use super::{Stack, Sublayer, WorkloadError, recompute, sublayers};
 use crate::config::RunConfig;
+use crate::ops::collective::{Collective, StandIn};
 use crate::ops::gemm::Accumulate;
 use crate::ops::rng::{WORD_LR, WORD_SEED_HI, WORD_SEED_LO, WORDS};
 use crate::ops::rope::Positions;
-use crate::ops::step::{MicroBatchAdvance, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
+use crate::ops::step::{MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program};
+use std::collections::HashMap;
+use std::ops::Range;
 
 /// Standard deviation of given activations and gradients: about what a normed stack sees.
 const GIVEN_INPUT_STD: f64 = 1.0;
@@ -22,6 +31,21 @@ const GIVEN_GRADIENT_STD: f64 = 1e-3;
 /// # Errors
 /// A model part without code, or an internal disagreement of shapes.
 pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadError> {
+    build_in_order(cfg, share, &Pipeline::of(cfg, cfg.batch.num_microbatches).order())
+}
+
+/// [`build`] with the passes in an order of the caller's.
+pub(super) fn build_in_order(
+    cfg: &RunConfig,
+    share: &RankShare,
+    turns: &[Turn],
+) -> Result<Program, WorkloadError> {
+    if share.layers.is_empty() && !share.has_embedding && !share.has_loss {
+        return Err(WorkloadError::Unsupported(format!(
+            "pipeline rank {} has no layers, embedding or loss in this layout: nothing to run; choose another --pp_rank",
+            cfg.parallel.pp_rank
+        )));
+    }
     let mut b = Builder::default();
     let mut words = vec![0u32; WORDS];
     words[WORD_SEED_LO] = cfg.seed as u32;
@@ -41,13 +65,27 @@ pub fn build(cfg: &RunConfig, share: &RankShare) -> Result<Program, WorkloadErro
     let accumulate = if cfg.stack_only { Accumulate::No } else { Accumulate::InPlace };
     let grad_dtype = if cfg.optimizer.grad_dtype == "fp32" { DType::F32 } else { DType::Bf16 };
     let weights = Weights::declare(&mut b, cfg, share, grad_dtype)?;
-    let mut s = Stack { b, cfg, share, weights, tokens, split_tokens, positions, words, accumulate };
+    let mut s = Stack {
+        b,
+        cfg,
+        share,
+        weights,
+        tokens,
+        split_tokens,
+        positions,
+        words,
+        accumulate,
+        drawing: 0,
+        regions: Vec::new(),
+    };
     if cfg.stack_only {
         s.bare_stack()?
     } else {
-        s.full_step()?
+        s.full_step(turns)?
     }
-    s.b.finish().map_err(WorkloadError::Internal)
+    let Stack { mut b, regions, .. } = s;
+    b.program.graph_per_micro_batch = cfg.parallel.pp > 1;
+    b.finish().and_then(|program| recompute::insert(program, &regions)).map_err(WorkloadError::Internal)
 }
 
 fn step_end(cfg: &RunConfig) -> StepEnd {
@@ -56,10 +94,11 @@ fn step_end(cfg: &RunConfig) -> StepEnd {
 }
 
 impl Stack<'_> {
-    fn forward(&mut self, mut x: BufId) -> Result<(BufId, Vec<BufId>), WorkloadError> {
+    /// The layers of one chunk; returns its output and every part's input.
+    fn forward(&mut self, layers: Range<usize>, mut x: BufId) -> Result<(BufId, Vec<BufId>), WorkloadError> {
         let mut inputs = Vec::new();
-        for (l, &LocalLayer { kind, .. }) in self.share.layers.iter().enumerate() {
-            for sublayer in sublayers(kind)? {
+        for l in layers {
+            for sublayer in sublayers(self.share.layers[l].kind)? {
                 inputs.push(x);
                 x = match sublayer {
                     Sublayer::Attention => self.attention_forward(l, x)?,
@@ -69,13 +108,19 @@ impl Stack<'_> {
                     Sublayer::DeltaNet => self.delta_net_forward(l, x)?,
                 };
             }
+            self.recomputed_layer(l, x);
         }
         Ok((x, inputs))
     }
 
-    fn backward(&mut self, mut dx: BufId, mut inputs: Vec<BufId>) -> Result<BufId, WorkloadError> {
-        for (l, &LocalLayer { kind, .. }) in self.share.layers.iter().enumerate().rev() {
-            for sublayer in sublayers(kind)?.iter().rev() {
+    fn backward(
+        &mut self,
+        layers: Range<usize>,
+        mut dx: BufId,
+        mut inputs: Vec<BufId>,
+    ) -> Result<BufId, WorkloadError> {
+        for l in layers.rev() {
+            for sublayer in sublayers(self.share.layers[l].kind)?.iter().rev() {
                 let x = inputs
                     .pop()
                     .ok_or_else(|| WorkloadError::Internal("more backward than forward parts".into()))?;
@@ -99,8 +144,9 @@ impl Stack<'_> {
         };
         let x = given(self, "stack.input", GIVEN_INPUT_STD);
         let dout = given(self, "stack.output_grad", GIVEN_GRADIENT_STD);
-        let (out, inputs) = self.forward(x)?;
-        let dx = self.backward(dout, inputs)?;
+        let layers = 0..self.share.layers.len();
+        let (out, inputs) = self.forward(layers.clone(), x)?;
+        let dx = self.backward(layers, dout, inputs)?;
         // Both ends of the stack outlive the step, so that the arms can be compared on them.
         for id in [out, dx] {
             self.b.program.buffers[id.0 as usize].lifetime = Lifetime::StepState;
@@ -110,31 +156,37 @@ impl Stack<'_> {
         Ok(())
     }
 
-    fn full_step(&mut self) -> Result<(), WorkloadError> {
-        let (cfg, tokens) = (self.cfg, self.tokens);
+    fn full_step(&mut self, turns: &[Turn]) -> Result<(), WorkloadError> {
+        let cfg = self.cfg;
         let loss = self.b.buffer("loss", DType::F32, &[1], Lifetime::StepState, Init::Const { value: 0.0 });
-        let count = cfg.batch.num_microbatches;
         // All micro-batches' tokens first: a full-iteration graph reads them from static buffers.
         self.b.at(None, Part::Step, Pass::Other);
         self.b.launch(StepBegin {}, &[self.words, loss]);
-        let mut given = Vec::new();
-        for mb in 0..count {
-            self.b.micro_batch = mb;
-            given.push(self.given(mb, tokens));
-            self.b.launch(MicroBatchAdvance {}, &[self.words]);
-        }
+        let tokens: Vec<Option<Tokens>> = (0..cfg.batch.num_microbatches)
+            .map(|mb| self.micro_batch_tokens(mb))
+            .collect::<Result<_, _>>()?;
         self.b.micro_batch = 0;
-        self.b.launch(StepBegin {}, &[self.words, loss]);
         for flat in self.weights.flats.clone() {
             self.b.launch(Zero { dtype: self.grad_dtype(), len: flat.len }, &[flat.grads]);
         }
-        for (mb, g) in given.into_iter().enumerate() {
-            self.b.micro_batch = mb;
-            self.micro_batch(g, loss)?;
-            self.b.at(None, Part::Loss, Pass::Backward);
-            self.b.launch(MicroBatchAdvance {}, &[self.words]);
+        // Passes whose backward is still to come, by (micro-batch, chunk).
+        let mut in_flight: HashMap<(usize, usize), InFlight> = HashMap::new();
+        for (turn, slot) in turns.iter().zip(slots(turns)) {
+            let (key, ids) = ((turn.micro_batch, turn.chunk), tokens[turn.micro_batch]);
+            self.b.slot = slot;
+            self.draw_for(turn.micro_batch)?;
+            if turn.pass == Pass::Forward {
+                let passed = self.forward_pass(turn.chunk, ids, loss)?;
+                in_flight.insert(key, passed);
+            } else {
+                let passed = in_flight.remove(&key).ok_or_else(|| {
+                    WorkloadError::Internal("a backward pass before its forward pass".into())
+                })?;
+                self.backward_pass(turn.chunk, ids, passed)?;
+            }
         }
-        self.b.micro_batch = 0;
+        (self.b.slot, self.b.micro_batch) = (0, 0);
+        self.move_expert_bias();
         self.reduce_gradients();
         self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
         if cfg.optimizer.kind != "none" {
@@ -146,73 +198,136 @@ impl Stack<'_> {
         Ok(())
     }
 
-    fn given(&mut self, mb: usize, tokens: usize) -> Given {
-        let random = |s: &mut Self, what: &str, std: f64| {
-            let shape = [s.split_tokens, s.cfg.model.hidden_size];
-            let out = s.b.activation(&format!("{what}.mb{mb}"), DType::Bf16, &shape);
-            let rng = s.b.rng(&format!("given.{what}"), 0);
-            s.b.launch(
-                RandomFill { len: shape[0] * shape[1], std, rng, dtype: DType::Bf16 },
-                &[s.words, out],
-            );
-            out
-        };
-        let mut given = Given { ids: None, labels: None, input: None, gradient: None };
-        if self.share.has_embedding || self.share.has_loss {
-            // They outlive the step, small as they are: static inputs of a full-iteration graph, read by --dump.
-            let [ids, labels] = ["ids", "labels"].map(|n| {
-                self.b.buffer(
-                    &format!("{n}.mb{mb}"),
-                    DType::I32,
-                    &[tokens],
-                    Lifetime::StepState,
-                    Init::Const { value: 0.0 },
-                )
-            });
-            let rng = self.b.rng("tokens", 0);
-            // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
-            self.b.launch(
-                TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
-                &[self.words, ids, labels],
-            );
-            (given.ids, given.labels) = (Some(ids), Some(labels));
-        }
-        if !self.share.has_embedding {
-            given.input = Some(random(self, "stage.input", GIVEN_INPUT_STD));
-        }
-        if !self.share.has_loss {
-            given.gradient = Some(random(self, "stage.output_grad", GIVEN_GRADIENT_STD));
-        }
-        given
-    }
-
-    fn micro_batch(&mut self, given: Given, loss: BufId) -> Result<(), WorkloadError> {
-        let missing = || WorkloadError::Internal("a stage without its inputs".into());
-        let x = match (given.input, given.ids) {
-            (Some(x), _) => x,
-            (None, Some(ids)) => self.embed(ids)?,
-            _ => return Err(missing()),
-        };
-        let (out, inputs) = self.forward(x)?;
-        let dout = match (given.gradient, given.labels) {
-            (Some(d), _) => d,
-            (None, Some(labels)) => self.head_and_loss(out, labels, loss)?,
-            _ => return Err(missing()),
-        };
-        let dx = self.backward(dout, inputs)?;
-        if self.share.has_embedding {
-            self.embed_backward(given.ids.ok_or_else(missing)?, dx)?;
+    /// The next launches belong to this micro-batch and draw its random numbers.
+    fn draw_for(&mut self, micro_batch: usize) -> Result<(), WorkloadError> {
+        self.b.micro_batch = micro_batch;
+        if self.drawing != micro_batch {
+            self.drawing = micro_batch;
+            let micro_batch = u32::try_from(micro_batch)
+                .map_err(|_| WorkloadError::Unsupported(format!("{micro_batch} micro-batches a step")))?;
+            self.b.at(None, Part::Step, Pass::Other);
+            self.b.launch(MicroBatchSet { micro_batch }, &[self.words]);
         }
         Ok(())
     }
+
+    /// Tokens of one micro-batch, where the rank has the embedding or the loss.
+    fn micro_batch_tokens(&mut self, mb: usize) -> Result<Option<Tokens>, WorkloadError> {
+        if !self.share.has_embedding && !self.share.has_loss {
+            return Ok(None);
+        }
+        self.draw_for(mb)?;
+        // They outlive the step, small as they are: static inputs of a full-iteration graph, read by --dump.
+        let [ids, labels] = ["ids", "labels"].map(|n| {
+            self.b.buffer(
+                &format!("{n}.mb{mb}"),
+                DType::I32,
+                &[self.tokens],
+                Lifetime::StepState,
+                Init::Const { value: 0.0 },
+            )
+        });
+        let rng = self.b.rng("tokens", 0);
+        // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
+        self.b.at(None, Part::Step, Pass::Other);
+        self.b.launch(
+            TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
+            &[self.words, ids, labels],
+        );
+        Ok(Some(Tokens { ids, labels }))
+    }
+
+    /// The chunk's layers, and whether the model begins and ends with it.
+    fn chunk(&self, chunk: usize) -> Result<(Range<usize>, bool, bool), WorkloadError> {
+        let layers = self.share.chunks.get(chunk).cloned();
+        let layers = layers.ok_or_else(|| WorkloadError::Internal(format!("no model chunk {chunk}")))?;
+        let first = self.share.has_embedding && chunk == 0;
+        let last = self.share.has_loss && chunk + 1 == self.share.chunks.len();
+        Ok((layers, first, last))
+    }
+
+    fn forward_pass(
+        &mut self,
+        chunk: usize,
+        tokens: Option<Tokens>,
+        loss: BufId,
+    ) -> Result<InFlight, WorkloadError> {
+        let (layers, first, last) = self.chunk(chunk)?;
+        let x = match tokens.filter(|_| first) {
+            Some(t) => self.embed(t.ids)?,
+            None => self.receive(chunk, "input", GIVEN_INPUT_STD, Pass::Forward),
+        };
+        let (out, inputs) = self.forward(layers, x)?;
+        match tokens.filter(|_| last) {
+            Some(t) => self.head_and_loss(out, t.labels, loss)?,
+            None => self.send("output", out, Pass::Forward),
+        }
+        Ok(InFlight { out, inputs })
+    }
+
+    fn backward_pass(
+        &mut self,
+        chunk: usize,
+        tokens: Option<Tokens>,
+        passed: InFlight,
+    ) -> Result<(), WorkloadError> {
+        let (layers, first, last) = self.chunk(chunk)?;
+        let dout = if last {
+            self.head_backward(passed.out)?
+        } else {
+            self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward)
+        };
+        let dx = self.backward(layers, dout, passed.inputs)?;
+        match tokens.filter(|_| first) {
+            Some(t) => self.embed_backward(t.ids, dx)?,
+            None => self.send("input_grad", dx, Pass::Backward),
+        }
+        Ok(())
+    }
+
+    /// What another stage sends, `[split_tokens, hidden]`: drawn where it would be computed, then copied.
+    fn receive(&mut self, chunk: usize, what: &str, std: f64, pass: Pass) -> BufId {
+        self.b.at(None, Part::Pipeline, pass);
+        let shape = [self.split_tokens, self.cfg.model.hidden_size];
+        let there = self.b.transient(&format!("peer.{what}"), DType::Bf16, &shape);
+        let rng = self.b.rng(&format!("given.stage{chunk}.{what}"), 0);
+        self.b.launch(
+            RandomFill { len: shape[0] * shape[1], std, rng, dtype: DType::Bf16 },
+            &[self.words, there],
+        );
+        let here = self.b.activation(&format!("stage{chunk}.{what}"), DType::Bf16, &shape);
+        self.transfer(Collective::Receive, there, here);
+        here
+    }
+
+    /// What goes to another stage. The last of each kind outlives the step, so that the arms can be compared on it.
+    fn send(&mut self, what: &str, x: BufId, pass: Pass) {
+        self.b.at(None, Part::Pipeline, pass);
+        let shape = [self.split_tokens, self.cfg.model.hidden_size];
+        let zero = Init::Const { value: 0.0 };
+        let there = self.b.buffer(&format!("sent.{what}"), DType::Bf16, &shape, Lifetime::StepState, zero);
+        self.transfer(Collective::Send, x, there);
+        if !self.b.program.digest.contains(&there) {
+            self.b.program.digest.push(there);
+        }
+    }
+
+    fn transfer(&mut self, kind: Collective, from: BufId, to: BufId) {
+        let (rows, cols) = (self.split_tokens, self.cfg.model.hidden_size);
+        self.b.launch(StandIn { kind, rows, cols, ranks: 2, dtype: DType::Bf16 }, &[from, to]);
+    }
 }
 
-/// What a micro-batch starts from.
-struct Given {
-    ids: Option<BufId>,
-    labels: Option<BufId>,
-    /// Output of the stage before, when this one has no embedding.
-    input: Option<BufId>,
-    /// Gradient from the stage after, when this one has no loss.
-    gradient: Option<BufId>,
+/// Static buffers of one micro-batch.
+#[derive(Debug, Clone, Copy)]
+struct Tokens {
+    ids: BufId,
+    labels: BufId,
+}
+
+/// What a forward pass leaves for its backward pass.
+struct InFlight {
+    out: BufId,
+    /// Inputs of the parts, in order.
+    inputs: Vec<BufId>,
 }

@@ -2,6 +2,8 @@
 
 use super::share::RankShare;
 use crate::config::*;
+use crate::ops::rope::RopeScaling;
+use crate::ops::rope::scaling::Yarn;
 use crate::program::Program;
 
 /// Two dense layers on one GPU: hidden 64, 4 heads of 16 in 2 groups, 16 tokens.
@@ -43,7 +45,9 @@ pub fn dense() -> RunConfig {
             moe: None,
             mamba: None,
             delta_net: None,
+            mla: None,
             mtp_num_layers: 0,
+            mtp_loss_scaling_factor: 0.1,
         },
         parallel: Parallel {
             tp: 1,
@@ -60,6 +64,7 @@ pub fn dense() -> RunConfig {
             last_stage_layers: None,
             account_for_embedding: false,
             account_for_loss: false,
+            microbatch_group_size: None,
             use_distributed_optimizer: true,
         },
         batch: Batch {
@@ -111,10 +116,15 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
         router_topk: 2,
         ffn_hidden_size: 32,
         shared_expert_intermediate_size: None,
+        shared_expert_gate: false,
+        latent_size: None,
         score_function: ScoreFunction::Softmax,
         pre_softmax: false,
         topk_scaling_factor: None,
+        num_groups: 1,
+        group_topk: 1,
         expert_bias: false,
+        bias_update_rate: 0.0,
         aux_loss_coeff: 1e-3,
         load_balancing_type: "aux_loss".into(),
         force_load_balancing: true,
@@ -167,11 +177,61 @@ pub fn delta_net() -> RunConfig {
     cfg
 }
 
+/// A small DeepSeek-V3: a dense and an expert layer with multi-latent attention, YaRN, a shared expert, sigmoid
+/// scores with a bias, 8 experts in 4 groups.
+pub fn deepseek() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Alltoall);
+    cfg.model.layers = vec![LayerKind::Dense, LayerKind::Moe];
+    cfg.model.num_query_groups = cfg.model.num_attention_heads;
+    cfg.model.mla = Some(Mla {
+        q_lora_rank: Some(40),
+        kv_lora_rank: 24,
+        qk_head_dim: 16,
+        qk_pos_emb_head_dim: 8,
+        v_head_dim: 8,
+    });
+    cfg.model.rope_scaling = Some(RopeScaling::Yarn(Yarn {
+        factor: 40.0,
+        original_max_position: 4096.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        mscale: 1.0,
+        mscale_all_dim: 1.0,
+        rounded: true,
+    }));
+    if let Some(moe) = &mut cfg.model.moe {
+        moe.score_function = ScoreFunction::Sigmoid;
+        moe.pre_softmax = true;
+        moe.topk_scaling_factor = Some(2.5);
+        moe.shared_expert_intermediate_size = Some(32);
+        (moe.num_groups, moe.group_topk) = (4, 2);
+        (moe.expert_bias, moe.bias_update_rate) = (true, 1e-3);
+        moe.force_load_balancing = false;
+    }
+    cfg
+}
+
 pub fn with_graphs(mut cfg: RunConfig, implementation: GraphImpl, scope: &[Scope]) -> RunConfig {
     cfg.graph.implementation = implementation;
     cfg.graph.scope = scope.to_vec();
     cfg.graph.te_rng_tracker = true;
     cfg
+}
+
+/// `cfg` as rank `pp_rank` of `pp` stages with `vp` chunks each, `micro_batches` a step; its layers once for every chunk.
+pub fn staged(mut cfg: RunConfig, pp: usize, vp: usize, pp_rank: usize, micro_batches: usize) -> RunConfig {
+    cfg.model.layers = cfg.model.layers.repeat(pp * vp);
+    (cfg.parallel.pp, cfg.parallel.vp, cfg.parallel.pp_rank) = (pp, vp, pp_rank);
+    cfg.identity.num_gpus *= pp;
+    cfg.batch.global_batch_size = cfg.batch.micro_batch_size * cfg.parallel.dp * micro_batches;
+    (cfg.batch.num_microbatches, cfg.batch.num_microbatches_recipe) = (micro_batches, micro_batches);
+    cfg
+}
+
+/// [`program`] with the passes in an order of the caller's.
+pub fn program_in_order(cfg: &RunConfig, turns: &[super::schedule::Turn]) -> Program {
+    let share = RankShare::of(cfg).expect("the share");
+    super::step::build_in_order(cfg, &share, turns).expect("the program")
 }
 
 pub fn program(cfg: &RunConfig) -> Program {

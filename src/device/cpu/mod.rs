@@ -157,7 +157,7 @@ impl Executor for CpuExecutor {
     }
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
         let start = self.now_ms();
-        let fault = Inject::at(&mut self.inject, self.phase)?;
+        let fault = Inject::at_step(&mut self.inject, self.phase, arm)?;
         let (wait_ms, modelled_ms) = self.run_step(arm)?;
         let program = &self.plan.eager.program;
         if let Some(id) = lasting(program).filter(|_| fault == Some(Kind::WrongResult)) {

@@ -371,7 +371,7 @@ impl Executor for CudaExecutor {
     }
 
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
-        let fault = Inject::at(&mut self.inject, self.phase)?;
+        let fault = Inject::at_step(&mut self.inject, self.phase, arm)?;
         let ticket = self.tickets + 1;
         let at = (ticket % RING as u64) as usize;
         if self.slots[at].busy.is_some() {

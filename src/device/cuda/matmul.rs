@@ -50,6 +50,8 @@ pub struct Matmuls {
     /// `None`: no device, plans are checked but cannot be issued.
     online: Option<Online>,
     plans: HashMap<PlanKey, Rc<Plan>>,
+    /// Plans whose rows change from call to call: never shared with those above, whose layouts stay.
+    varying: HashMap<PlanKey, Rc<Plan>>,
 }
 
 /// What decides an algorithm.
@@ -86,12 +88,13 @@ impl Matmuls {
         Ok(Self {
             online: Some(Online { tuner, disk, machine, context: context.clone(), handle }),
             plans: HashMap::new(),
+            varying: HashMap::new(),
         })
     }
 
     /// For no device: plans can be made and not issued.
     pub fn offline() -> Self {
-        Self { online: None, plans: HashMap::new() }
+        Self { online: None, plans: HashMap::new(), varying: HashMap::new() }
     }
 
     /// A product on these addresses. `c` is read when `spec` accumulates, and may equal `d`. Errors: a shape that
@@ -118,6 +121,24 @@ impl Matmuls {
         };
         self.plans.insert(key, plan.clone());
         Ok(MatmulPlan { plan, call })
+    }
+
+    /// A plan for up to as many rows as `spec` has (`m`; `k` of a weight gradient), at operands whose addresses are
+    /// multiples of `alignment` bytes only.
+    pub(super) fn varying(
+        &mut self,
+        spec: &MatmulSpec,
+        call: Operands,
+        alignment: u32,
+    ) -> Result<Rc<Plan>, DeviceError> {
+        let key = PlanKey { spec: spec.clone(), alignment: [alignment; 4] };
+        let plan = match (self.varying.get(&key), &mut self.online) {
+            (Some(plan), _) => plan.clone(),
+            (None, None) => Rc::new(Plan::offline(spec)),
+            (None, Some(online)) => Rc::new(online.make(&key, call)?),
+        };
+        self.varying.insert(key, plan.clone());
+        Ok(plan)
     }
 
     /// Frees the memory that tuning needed. Call it when all plans are made.

@@ -241,6 +241,32 @@ impl Plan {
         }
     }
 
+    /// Puts a product of `rows` rows on a stream: of at most as many as the plan was made for. Changes the layouts
+    /// of the plan, so it must not be one that [`Self::run`] uses.
+    pub fn run_rows(
+        &self,
+        rows: usize,
+        layout: Layout,
+        call: &Operands,
+        stream: cudarc::driver::sys::CUstream,
+    ) -> Result<(), DeviceError> {
+        self.raw_handle()?;
+        use sys::cublasLtMatrixLayoutAttribute_t::CUBLASLT_MATRIX_LAYOUT_COLS as COLUMNS;
+        let rows = rows as u64;
+        // Row-major rows are the library's columns. All of A, C and D have them; of a weight gradient A and B.
+        let of_rows = match layout {
+            Layout::Nt | Layout::Nn => &self.layouts[1..],
+            Layout::Tn => &self.layouts[..2],
+        };
+        for &of in of_rows {
+            // SAFETY: the layout is alive; the attribute is a 64-bit integer.
+            check("cublasLtMatrixLayoutSetAttribute", unsafe {
+                sys::cublasLtMatrixLayoutSetAttribute(of, COLUMNS, (&raw const rows).cast(), 8)
+            })?;
+        }
+        self.run(call, stream)
+    }
+
     /// Puts the product on a stream by a given algorithm.
     pub fn run_with(
         &self,

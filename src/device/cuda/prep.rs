@@ -97,6 +97,8 @@ pub enum Issue {
     Nothing,
     Kernel(super::kernels::KernelLaunch),
     Matmul(MatmulPlan),
+    /// A product an expert, its rows known on the host when it is issued.
+    PerExpert(super::per_expert::PerExpertCall),
     /// Attention by cuDNN.
     Sdpa(SdpaCall),
     /// Device-to-device copy.
@@ -162,6 +164,18 @@ impl CudaPrep<'_> {
         workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         self.matmuls.plan(spec, a, b, c, d, workspace).map(Issue::Matmul)
+    }
+
+    /// Products of all experts by counts that lie at `offsets` in pinned host memory when they are issued.
+    /// `operands`: a, b and d.
+    pub fn per_expert(
+        &mut self,
+        spec: super::per_expert::PerExpertSpec,
+        offsets: DevPtr,
+        operands: [DevPtr; 3],
+        workspace: DevPtr,
+    ) -> Result<Issue, DeviceError> {
+        self.matmuls.per_expert(spec, offsets, operands, workspace).map(Issue::PerExpert)
     }
 
     /// Attention by cuDNN on `args` (in the op's order), or `None` when the op's own kernels are to run. `wanted`:

@@ -38,6 +38,7 @@ impl Issue {
             Issue::Nothing => Ok(()),
             Issue::Kernel(launch) => launch.issue(stream.raw),
             Issue::Matmul(plan) => plan.issue(stream.raw),
+            Issue::PerExpert(call) => call.issue(stream),
             Issue::Sdpa(call) => call.issue(stream),
             Issue::Copy { dst, src, bytes } => stream.copy(*dst, *src, *bytes),
             Issue::Zero { dst, bytes } => stream.fill(*dst, 0, *bytes),
@@ -64,6 +65,7 @@ impl Issue {
             Issue::Nothing => {}
             Issue::Kernel(launch) => out.push(launch.work()),
             Issue::Matmul(plan) => out.extend(plan.work().iter().cloned()),
+            Issue::PerExpert(call) => out.extend(call.work()),
             Issue::Sdpa(call) => out.extend(call.work().iter().cloned()),
             Issue::Copy { bytes, .. } | Issue::CopyToHostAndWait { bytes, .. } if *bytes > 0 => {
                 out.push(Work::Copy { bytes: *bytes });

@@ -2,6 +2,7 @@
 
 use crate::device::inject::{Inject, Kind};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
+use std::collections::VecDeque;
 
 /// An executor that fails as told and is itself otherwise.
 pub struct Injected<E> {
@@ -10,11 +11,14 @@ pub struct Injected<E> {
     phase: Phase,
     /// A wrong result has been left: the next digest differs.
     spoilt: bool,
+    /// Arms of the steps in flight, and the arm that has gone wrong.
+    in_flight: VecDeque<Arm>,
+    wrong: Option<Arm>,
 }
 
 impl<E: Executor> Injected<E> {
     pub fn new(inner: E, fault: Inject) -> Self {
-        Self { inner, fault, phase: Phase::Prepare, spoilt: false }
+        Self { inner, fault, phase: Phase::Prepare, spoilt: false, in_flight: VecDeque::new(), wrong: None }
     }
 
     /// The error of a fault that shows at a call; `None`: it shows in results.
@@ -45,17 +49,23 @@ impl<E: Executor> Executor for Injected<E> {
         {
             return Err(error);
         }
-        self.inner.submit(arm)
+        let submitted = self.inner.submit(arm)?;
+        self.in_flight.push_back(arm);
+        Ok(submitted)
     }
 
     fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError> {
         let mut finished = self.inner.wait(step)?;
+        let arm = self.in_flight.pop_front();
         if self.error().is_none()
             && let Some(kind) = self.fault.fire(self.phase)
         {
             kind.mar(&mut finished);
-            self.spoilt |= kind == Kind::WrongResult;
+            if kind == Kind::WrongResult {
+                self.wrong = arm;
+            }
         }
+        self.spoilt |= arm.is_some() && arm == self.wrong;
         Ok(finished)
     }
 
@@ -73,6 +83,9 @@ impl<E: Executor> Executor for Injected<E> {
     }
 
     fn destroy_graphs(&mut self) -> Result<(), DeviceError> {
+        self.in_flight.clear();
+        // A graph that is gone is no longer wrong.
+        self.wrong = None;
         self.inner.destroy_graphs()
     }
 

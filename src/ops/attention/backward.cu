@@ -6,17 +6,17 @@ constexpr int DQ_ROWS = DQ_WARPS * DQ_M * 16;
 constexpr int DKV_THREADS = DKV_WARPS * 32;
 constexpr int DKV_ROWS = DKV_WARPS * 16;
 
-// delta[b, h, i] = do . o of that row: one warp a row and head.
+// delta[b, h, i] = do . o of that row: one warp a row and head, four values a lane at a time.
 extern "C" __global__ void __launch_bounds__(256) attention_delta(
     const bf16* o, const bf16* d_o, float* delta, int batch, int q_len, int q_heads) {
     const i64 item = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);           // row * q_heads + h, as o lies in memory
     if (item >= (i64)batch * q_len * q_heads) return;
-    const int at = (threadIdx.x & 31) * 4;
     float sum = 0.f;
-    if (at < HEAD_DIM) {
-        const uint2 x = *reinterpret_cast<const uint2*>(o + item * HEAD_DIM + at);
-        const uint2 y = *reinterpret_cast<const uint2*>(d_o + item * HEAD_DIM + at);
-        sum = bf16_lo(x.x) * bf16_lo(y.x) + bf16_hi(x.x) * bf16_hi(y.x) + bf16_lo(x.y) * bf16_lo(y.y) + bf16_hi(x.y) * bf16_hi(y.y);
+    #pragma unroll
+    for (int at = (threadIdx.x & 31) * 4; at < HEAD_DIM_V; at += 128) {
+        const uint2 x = *reinterpret_cast<const uint2*>(o + item * HEAD_DIM_V + at);
+        const uint2 y = *reinterpret_cast<const uint2*>(d_o + item * HEAD_DIM_V + at);
+        sum += bf16_lo(x.x) * bf16_lo(y.x) + bf16_hi(x.x) * bf16_hi(y.x) + bf16_lo(x.y) * bf16_lo(y.y) + bf16_hi(x.y) * bf16_hi(y.y);
     }
     sum = warp_sum(sum);
     if ((threadIdx.x & 31) == 0) {
@@ -35,17 +35,18 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
     extern __shared__ __align__(16) u8 shared[];
-    constexpr int KV_BYTES = DQ_KV * ROW_BYTES;
+    constexpr int K_TILE = DQ_KV * QK_BYTES, STAGE = K_TILE + DQ_KV * V_BYTES;
     u8* const q_tile = shared;
-    u8* const do_tile = shared + DQ_ROWS * ROW_BYTES;
-    u8* const kv_tiles = do_tile + DQ_ROWS * ROW_BYTES;                  // stage s: k at 2s, v at 2s + 1
+    u8* const do_tile = shared + DQ_ROWS * QK_BYTES;
+    u8* const kv_tiles = do_tile + DQ_ROWS * V_BYTES;                    // a stage: k, then v
 
     const Rows rows{start0, len0, start1};
     const QueryBlock<DQ_ROWS> own(blockIdx.x, batch, q_len, kv_len, q_heads, kv_heads);
     const int row0 = own.row0, last_row = min(row0 + DQ_ROWS, q_len) - 1;
-    const int q_stride = q_heads * HEAD_DIM, kv_stride = kv_heads * HEAD_DIM;
-    k += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
-    v += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
+    const int q_stride = q_heads * HEAD_DIM, o_stride = q_heads * HEAD_DIM_V;
+    const int k_stride = kv_heads * HEAD_DIM, v_stride = kv_heads * HEAD_DIM_V;
+    k += (i64)own.kv_row * k_stride + own.kv_head * HEAD_DIM;
+    v += (i64)own.kv_row * v_stride + own.kv_head * HEAD_DIM_V;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);
     const int tiles = (seen + DQ_KV - 1) / DQ_KV;
@@ -55,18 +56,18 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     const int warp_row = warp * DQ_M * 16;
     const int my_row = row0 + warp_row + (lane >> 2);
     const float scale_log2 = scale * LOG2E;
-    const u32 q_addr = smem_addr(q_tile) + warp_row * ROW_BYTES + lane_rows(lane);
-    const u32 do_addr = q_addr + DQ_ROWS * ROW_BYTES;
+    const u32 q_addr = smem_addr(q_tile) + warp_row * QK_BYTES + lane_rows<HEAD_DIM>(lane);
+    const u32 do_addr = smem_addr(do_tile) + warp_row * V_BYTES + lane_rows<HEAD_DIM_V>(lane);
     const u32 kv_addr = smem_addr(kv_tiles);
 #if DROPOUT
     const Keep keep(words, seed_offset, draw, threshold);
     const u64 element0 = ((u64)own.head_of_all * q_len + my_row) * kv_len;
 #endif
 
-    load_rows<DQ_ROWS, DQ_THREADS, false>(q_tile, q + own.at, row0, q_len, q_stride);
-    load_rows<DQ_ROWS, DQ_THREADS, false>(do_tile, d_o + own.at, row0, q_len, q_stride);
-    load_rows<DQ_KV, DQ_THREADS, false>(kv_tiles, k, 0, kv_len, kv_stride);
-    load_rows<DQ_KV, DQ_THREADS, false>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
+    load_rows<HEAD_DIM, DQ_ROWS, DQ_THREADS, false>(q_tile, q + own.first * HEAD_DIM, row0, q_len, q_stride);
+    load_rows<HEAD_DIM_V, DQ_ROWS, DQ_THREADS, false>(do_tile, d_o + own.first * HEAD_DIM_V, row0, q_len, o_stride);
+    load_rows<HEAD_DIM, DQ_KV, DQ_THREADS, false>(kv_tiles, k, 0, kv_len, k_stride);
+    load_rows<HEAD_DIM_V, DQ_KV, DQ_THREADS, false>(kv_tiles + K_TILE, v, 0, kv_len, v_stride);
     cp_async_commit();
 
     float acc[DQ_M][HEAD_DIM / 8][4];
@@ -88,19 +89,19 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     }
 
     for (int t = 0; t < tiles; ++t) {
-        const u32 stage = (t & 1) * 2 * KV_BYTES;
+        const u32 stage = (t & 1) * STAGE;
         cp_async_wait<0>();
         __syncthreads();                          // tile t is there, and every warp has left tile t - 1
         if (t + 1 < tiles) {
-            u8* next = kv_tiles + ((t + 1) & 1) * 2 * KV_BYTES;
-            load_rows<DQ_KV, DQ_THREADS, false>(next, k, (t + 1) * DQ_KV, kv_len, kv_stride);
-            load_rows<DQ_KV, DQ_THREADS, false>(next + KV_BYTES, v, (t + 1) * DQ_KV, kv_len, kv_stride);
+            u8* next = kv_tiles + ((t + 1) & 1) * STAGE;
+            load_rows<HEAD_DIM, DQ_KV, DQ_THREADS, false>(next, k, (t + 1) * DQ_KV, kv_len, k_stride);
+            load_rows<HEAD_DIM_V, DQ_KV, DQ_THREADS, false>(next + K_TILE, v, (t + 1) * DQ_KV, kv_len, v_stride);
             cp_async_commit();
         }
 
         float p[DQ_M][DQ_KV / 8][4], dp[DQ_M][DQ_KV / 8][4];
-        scores<DQ_M, DQ_KV>(p, q_addr, kv_addr + stage + lane_cols(lane));
-        scores<DQ_M, DQ_KV>(dp, do_addr, kv_addr + stage + KV_BYTES + lane_cols(lane));
+        scores<HEAD_DIM, DQ_M, DQ_KV>(p, q_addr, kv_addr + stage + lane_cols<HEAD_DIM>(lane));
+        scores<HEAD_DIM_V, DQ_M, DQ_KV>(dp, do_addr, kv_addr + stage + K_TILE + lane_cols<HEAD_DIM_V>(lane));
 
         const int col0 = t * DQ_KV + (lane & 3) * 2;
         if ((t + 1) * DQ_KV > all_see) {
@@ -131,12 +132,12 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
                     for (int e = 2 * half; e < 2 * half + 2; ++e)
                         p[m][n][e] = exp2_fast(fmaf(p[m][n][e], scale_log2, -row_lse[m][half])) * (dp[m][n][e] - row_delta[m][half]);
                 }
-        accumulate<DQ_M, DQ_KV>(acc, p, kv_addr + stage + lane_rows(lane));
+        accumulate<HEAD_DIM, DQ_M, DQ_KV>(acc, p, kv_addr + stage + lane_rows<HEAD_DIM>(lane));
     }
     const QueryBlock<DQ_ROWS> mine(block_again(), batch, q_len, kv_len, q_heads, kv_heads);
     #pragma unroll
     for (int m = 0; m < DQ_M; ++m)
-        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], scale, scale, dq + mine.at, mine.row0 + warp_row + m * 16, q_len, q_stride);
+        store_rows<HEAD_DIM>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], scale, scale, dq + mine.first * HEAD_DIM, mine.row0 + warp_row + m * 16, q_len, q_stride);
 }
 
 // Which keys of which kv head a block of the dk/dv kernel owns, and which part of the head's group it sums.
@@ -155,32 +156,35 @@ struct KeyBlock {
 // query tiles upward. Each warp owns 16 keys and computes the transposed scores k q^T, so that probabilities
 // and their gradients are operands of the second products straight from registers.
 // Grid: kv tiles * splits * batch * kv_heads, the heaviest (first) kv tile first. With splits > 1 each block
-// takes a part of the head's group and writes fp32 sums: partial [2, splits, batch * kv_len, kv_heads * d].
+// takes a part of the head's group and writes fp32 sums: partial dk [splits, batch * kv_len, kv_heads * d], then
+// dv [splits, batch * kv_len, kv_heads * dv].
+// Heads too wide for both sums in registers take the two in kernels of their own (DK or DV alone).
 // Shared: k and v tiles, two stages of q and do tiles, two stages of lse and delta rows.
-extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) attention_dkv(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
+template <bool DK, bool DV>
+__device__ __forceinline__ void key_gradients(
+    u8* shared, const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
     const unsigned* words, bf16* dk, bf16* dv, float* partial, int splits,
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
-    extern __shared__ __align__(16) u8 shared[];
-    constexpr int Q_BYTES = DKV_Q * ROW_BYTES;
+    constexpr int Q_TILE = DKV_Q * QK_BYTES, STAGE = Q_TILE + DKV_Q * V_BYTES;
     u8* const k_tile = shared;
-    u8* const v_tile = k_tile + DKV_ROWS * ROW_BYTES;
-    u8* const q_tiles = v_tile + DKV_ROWS * ROW_BYTES;                   // stage s: q at 2s, do at 2s + 1
-    float* const row_values = reinterpret_cast<float*>(q_tiles + 4 * Q_BYTES);  // stage s: lse at 2s, delta at 2s + 1
+    u8* const v_tile = k_tile + DKV_ROWS * QK_BYTES;
+    u8* const q_tiles = v_tile + DKV_ROWS * V_BYTES;                     // a stage: q, then do
+    float* const row_values = reinterpret_cast<float*>(q_tiles + 2 * STAGE);    // stage s: lse at 2s, delta at 2s + 1
 
     const Rows rows{start0, len0, start1};
     const int group = q_heads / kv_heads / splits;                       // query heads of this block
     const KeyBlock own(blockIdx.x, batch, kv_heads, splits);
     const int j0 = own.j0, b = own.b, first_head = (own.kv_head * splits + own.part) * group;
-    const int q_stride = q_heads * HEAD_DIM, kv_stride = kv_heads * HEAD_DIM;
+    const int q_stride = q_heads * HEAD_DIM, o_stride = q_heads * HEAD_DIM_V;
+    const int k_stride = kv_heads * HEAD_DIM, v_stride = kv_heads * HEAD_DIM_V;
     const int q_tiles_of_head = (q_len + DKV_Q - 1) / DKV_Q;
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int my_key = j0 + warp * 16 + (lane >> 2);                     // + 8
     const float scale_log2 = scale * LOG2E;
-    const u32 k_addr = smem_addr(k_tile) + warp * 16 * ROW_BYTES + lane_rows(lane);
-    const u32 v_addr = k_addr + DKV_ROWS * ROW_BYTES;
+    const u32 k_addr = smem_addr(k_tile) + warp * 16 * QK_BYTES + lane_rows<HEAD_DIM>(lane);
+    const u32 v_addr = smem_addr(v_tile) + warp * 16 * V_BYTES + lane_rows<HEAD_DIM_V>(lane);
     const u32 q_addr = smem_addr(q_tiles);
 #if DROPOUT
     const Keep keep(words, seed_offset, draw, threshold);
@@ -192,10 +196,10 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
         return t;
     };
     const auto load_stage = [&](int stage, int head, int t) {
-        u8* tile = q_tiles + stage * 2 * Q_BYTES;
-        const i64 at = (i64)b * q_len * q_stride + (i64)head * HEAD_DIM;
-        load_rows<DKV_Q, DKV_THREADS, true>(tile, q + at, t * DKV_Q, q_len, q_stride);
-        load_rows<DKV_Q, DKV_THREADS, true>(tile + Q_BYTES, d_o + at, t * DKV_Q, q_len, q_stride);
+        u8* tile = q_tiles + stage * STAGE;
+        const i64 first = (i64)b * q_len * q_heads + head;
+        load_rows<HEAD_DIM, DKV_Q, DKV_THREADS, true>(tile, q + first * HEAD_DIM, t * DKV_Q, q_len, q_stride);
+        load_rows<HEAD_DIM_V, DKV_Q, DKV_THREADS, true>(tile + Q_TILE, d_o + first * HEAD_DIM_V, t * DKV_Q, q_len, o_stride);
         if (threadIdx.x < 2 * DKV_Q) {
             const int which = threadIdx.x / DKV_Q, r = threadIdx.x % DKV_Q, i = t * DKV_Q + r;
             const float* source = which ? delta : lse;
@@ -206,17 +210,21 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
         }
     };
 
-    float dk_acc[1][HEAD_DIM / 8][4], dv_acc[1][HEAD_DIM / 8][4];
+    float dk_acc[1][HEAD_DIM / 8][4], dv_acc[1][HEAD_DIM_V / 8][4];      // an unused one takes no registers
     #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n)
         #pragma unroll
-        for (int e = 0; e < 4; ++e) dk_acc[0][n][e] = dv_acc[0][n][e] = 0.f;
+        for (int e = 0; e < 4; ++e) dk_acc[0][n][e] = 0.f;
+    #pragma unroll
+    for (int n = 0; n < HEAD_DIM_V / 8; ++n)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) dv_acc[0][n][e] = 0.f;
 
     const int first_tile = seeing(0);
     int g = first_tile < q_tiles_of_head ? 0 : group, t = first_tile, stage = 0;
-    const i64 kv_at = (i64)b * kv_len * kv_stride + own.kv_head * HEAD_DIM;
-    load_rows<DKV_ROWS, DKV_THREADS, false>(k_tile, k + kv_at, j0, kv_len, kv_stride);
-    load_rows<DKV_ROWS, DKV_THREADS, false>(v_tile, v + kv_at, j0, kv_len, kv_stride);
+    const i64 kv_first = (i64)b * kv_len * kv_heads + own.kv_head;
+    load_rows<HEAD_DIM, DKV_ROWS, DKV_THREADS, false>(k_tile, k + kv_first * HEAD_DIM, j0, kv_len, k_stride);
+    if (DK) load_rows<HEAD_DIM_V, DKV_ROWS, DKV_THREADS, false>(v_tile, v + kv_first * HEAD_DIM_V, j0, kv_len, v_stride);
     if (g < group) load_stage(0, first_head, t);
     cp_async_commit();
 
@@ -229,12 +237,12 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
             load_stage(stage ^ 1, first_head + next_g, next_t);
             cp_async_commit();
         }
-        const u32 q_now = q_addr + stage * 2 * Q_BYTES, do_now = q_now + Q_BYTES;
+        const u32 q_now = q_addr + stage * STAGE, do_now = q_now + Q_TILE;
         const float* const lse_now = row_values + stage * 2 * DKV_Q + (lane & 3) * 2;
         const float* const delta_now = lse_now + DKV_Q;
 
         float p[1][DKV_Q / 8][4], dp[1][DKV_Q / 8][4];                   // [key, query]
-        scores<1, DKV_Q>(p, k_addr, q_now + lane_cols(lane));
+        scores<HEAD_DIM, 1, DKV_Q>(p, k_addr, q_now + lane_cols<HEAD_DIM>(lane));
         const int i0 = t * DKV_Q + (lane & 3) * 2;
         if (rows.lowest(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) < j0 + DKV_ROWS - 1) {
             #pragma unroll
@@ -253,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
             for (int e = 0; e < 4; ++e)
                 p[0][n][e] = exp2_fast(fmaf(p[0][n][e], scale_log2, -(e & 1 ? l.y : l.x) * LOG2E));
         }
-        scores<1, DKV_Q>(dp, v_addr, do_now + lane_cols(lane));
+        if (DK) scores<HEAD_DIM_V, 1, DKV_Q>(dp, v_addr, do_now + lane_cols<HEAD_DIM_V>(lane));
 #if DROPOUT
         const u64 element0 = (((u64)b * q_heads + first_head + g) * q_len + i0) * kv_len + my_key;
 #endif
@@ -264,15 +272,15 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
             for (int e = 0; e < 4; ++e) {
 #if DROPOUT
                 const bool kept = keep.one(element0 + (u64)(n * 8 + (e & 1)) * kv_len + (e & 2) * 4);
-                dp[0][n][e] = p[0][n][e] * ((kept ? dp[0][n][e] * keep_scale : 0.f) - (e & 1 ? d.y : d.x));
+                if (DK) dp[0][n][e] = p[0][n][e] * ((kept ? dp[0][n][e] * keep_scale : 0.f) - (e & 1 ? d.y : d.x));
                 if (!kept) p[0][n][e] = 0.f;
 #else
-                dp[0][n][e] = p[0][n][e] * (dp[0][n][e] - (e & 1 ? d.y : d.x));
+                if (DK) dp[0][n][e] = p[0][n][e] * (dp[0][n][e] - (e & 1 ? d.y : d.x));
 #endif
             }
         }
-        accumulate<1, DKV_Q>(dv_acc, p, do_now + lane_rows(lane));
-        accumulate<1, DKV_Q>(dk_acc, dp, q_now + lane_rows(lane));
+        if (DV) accumulate<HEAD_DIM_V, 1, DKV_Q>(dv_acc, p, do_now + lane_rows<HEAD_DIM_V>(lane));
+        if (DK) accumulate<HEAD_DIM, 1, DKV_Q>(dk_acc, dp, q_now + lane_rows<HEAD_DIM>(lane));
         g = next_g;
         t = next_t;
         stage ^= 1;
@@ -282,34 +290,53 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
 
     const KeyBlock mine(block_again(), batch, kv_heads, splits);
     const int warp_key = mine.j0 + warp * 16;
-    const i64 out = (i64)mine.b * kv_len * kv_stride + mine.kv_head * HEAD_DIM;
+    const i64 out = (i64)mine.b * kv_len * kv_heads + mine.kv_head;
     if (splits == 1) {
-        store_rows(k_tile + warp * 16 * ROW_BYTES, dk_acc[0], scale, scale, dk + out, warp_key, kv_len, kv_stride);
-        store_rows(v_tile + warp * 16 * ROW_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out, warp_key, kv_len, kv_stride);
+        if (DK) store_rows<HEAD_DIM>(k_tile + warp * 16 * QK_BYTES, dk_acc[0], scale, scale, dk + out * HEAD_DIM, warp_key, kv_len, k_stride);
+        if (DV) store_rows<HEAD_DIM_V>(v_tile + warp * 16 * V_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out * HEAD_DIM_V, warp_key, kv_len, v_stride);
         return;
     }
-    const i64 matrix = (i64)batch * kv_len * kv_stride;
-    float* const dk_part = partial + mine.part * matrix + out;
-    float* const dv_part = partial + (splits + mine.part) * matrix + out;
+    const i64 rows_of_all = (i64)batch * kv_len;
+    float* const dk_part = partial + mine.part * rows_of_all * k_stride + out * HEAD_DIM;
+    float* const dv_part = partial + splits * rows_of_all * k_stride + mine.part * rows_of_all * v_stride + out * HEAD_DIM_V;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int j = warp_key + (lane >> 2) + half * 8;
         if (j >= kv_len) continue;
-        const i64 at = (i64)j * kv_stride + (lane & 3) * 2;
+        const i64 k_at = (i64)j * k_stride + (lane & 3) * 2, v_at = (i64)j * v_stride + (lane & 3) * 2;
         #pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n) {
-            *reinterpret_cast<float2*>(dk_part + at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
-            *reinterpret_cast<float2*>(dv_part + at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
-        }
+        for (int n = 0; n < HEAD_DIM / 8; ++n)
+            if (DK) *reinterpret_cast<float2*>(dk_part + k_at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
+        #pragma unroll
+        for (int n = 0; n < HEAD_DIM_V / 8; ++n)
+            if (DV) *reinterpret_cast<float2*>(dv_part + v_at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
     }
 }
 
+#define KEY_GRADIENTS(NAME, DK, DV)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) NAME(                                  \
+        const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,             \
+        const unsigned* words, bf16* dk, bf16* dv, float* partial, int splits,                                          \
+        int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,                  \
+        float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {                       \
+        extern __shared__ __align__(16) u8 shared[];                                                                    \
+        key_gradients<DK, DV>(shared, q, k, v, d_o, lse, delta, words, dk, dv, partial, splits, batch, q_len, kv_len,   \
+                              q_heads, kv_heads, start0, len0, start1, scale, seed_offset, draw, threshold, keep_scale); \
+    }
+#if DKV_APART
+KEY_GRADIENTS(attention_dk, true, false)
+KEY_GRADIENTS(attention_dv, false, true)
+#else
+KEY_GRADIENTS(attention_dkv, true, true)
+#endif
+
 // dk and dv from their partial sums, in order. Eight values a thread; blockIdx.y: 0 dk, 1 dv.
 extern "C" __global__ void __launch_bounds__(256) attention_dkv_sum(
-    const float* partial, bf16* dk, bf16* dv, int splits, long long elements) {
+    const float* partial, bf16* dk, bf16* dv, int splits, long long dk_elements, long long dv_elements) {
     const i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) * 8;
+    const i64 elements = blockIdx.y ? dv_elements : dk_elements;
     if (at >= elements) return;
-    const float* source = partial + blockIdx.y * splits * elements + at;
+    const float* source = partial + (blockIdx.y ? splits * dk_elements : 0) + at;
     float sum[8], x[8];
     load8(source, sum);
     for (int s = 1; s < splits; ++s) {

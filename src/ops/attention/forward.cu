@@ -11,16 +11,16 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
     extern __shared__ __align__(16) u8 shared[];
-    constexpr int KV_BYTES = FWD_KV * ROW_BYTES;
+    constexpr int K_TILE = FWD_KV * QK_BYTES, STAGE = K_TILE + FWD_KV * V_BYTES;
     u8* const q_tile = shared;
-    u8* const kv_tiles = shared + FWD_ROWS * ROW_BYTES;   // stage s: k at 2s, v at 2s + 1
+    u8* const kv_tiles = shared + FWD_ROWS * QK_BYTES;    // a stage: k, then v
 
     const Rows rows{start0, len0, start1};
     const QueryBlock<FWD_ROWS> own(blockIdx.x, batch, q_len, kv_len, q_heads, kv_heads);
     const int row0 = own.row0, last_row = min(row0 + FWD_ROWS, q_len) - 1;
-    const int kv_stride = kv_heads * HEAD_DIM;
-    k += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
-    v += (i64)own.kv_row * kv_stride + own.kv_head * HEAD_DIM;
+    const int k_stride = kv_heads * HEAD_DIM, v_stride = kv_heads * HEAD_DIM_V;
+    k += (i64)own.kv_row * k_stride + own.kv_head * HEAD_DIM;
+    v += (i64)own.kv_row * v_stride + own.kv_head * HEAD_DIM_V;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);      // keys that some row sees
     const int tiles = (seen + FWD_KV - 1) / FWD_KV;
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int warp_row = warp * FWD_M * 16;                              // within the block
     const int my_row = row0 + warp_row + (lane >> 2);                    // + 16 m, + 8
-    const u32 q_addr = smem_addr(q_tile) + warp_row * ROW_BYTES + lane_rows(lane);
+    const u32 q_addr = smem_addr(q_tile) + warp_row * QK_BYTES + lane_rows<HEAD_DIM>(lane);
     const u32 kv_addr = smem_addr(kv_tiles);
     const float scale_log2 = scale * LOG2E;
 #if DROPOUT
@@ -37,17 +37,17 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     const u64 element0 = ((u64)own.head_of_all * q_len + my_row) * kv_len;
 #endif
 
-    load_rows<FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.at, row0, q_len, q_heads * HEAD_DIM);
-    load_rows<FWD_KV, FWD_THREADS, false>(kv_tiles, k, 0, kv_len, kv_stride);
-    load_rows<FWD_KV, FWD_THREADS, false>(kv_tiles + KV_BYTES, v, 0, kv_len, kv_stride);
+    load_rows<HEAD_DIM, FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.first * HEAD_DIM, row0, q_len, q_heads * HEAD_DIM);
+    load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(kv_tiles, k, 0, kv_len, k_stride);
+    load_rows<HEAD_DIM_V, FWD_KV, FWD_THREADS, false>(kv_tiles + K_TILE, v, 0, kv_len, v_stride);
     cp_async_commit();
 
-    float acc[FWD_M][HEAD_DIM / 8][4];
+    float acc[FWD_M][HEAD_DIM_V / 8][4];
     float row_max[FWD_M][2], row_sum[FWD_M][2];                          // of unscaled scores; sum of own columns
     #pragma unroll
     for (int m = 0; m < FWD_M; ++m) {
         #pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n)
+        for (int n = 0; n < HEAD_DIM_V / 8; ++n)
             #pragma unroll
             for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
         row_max[m][0] = row_max[m][1] = minus_infinity();
@@ -55,18 +55,18 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     }
 
     for (int t = 0; t < tiles; ++t) {
-        const u32 stage = (t & 1) * 2 * KV_BYTES;
+        const u32 stage = (t & 1) * STAGE;
         cp_async_wait<0>();
         __syncthreads();                          // tile t is there, and every warp has left tile t - 1
         if (t + 1 < tiles) {
-            u8* next = kv_tiles + ((t + 1) & 1) * 2 * KV_BYTES;
-            load_rows<FWD_KV, FWD_THREADS, false>(next, k, (t + 1) * FWD_KV, kv_len, kv_stride);
-            load_rows<FWD_KV, FWD_THREADS, false>(next + KV_BYTES, v, (t + 1) * FWD_KV, kv_len, kv_stride);
+            u8* next = kv_tiles + ((t + 1) & 1) * STAGE;
+            load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(next, k, (t + 1) * FWD_KV, kv_len, k_stride);
+            load_rows<HEAD_DIM_V, FWD_KV, FWD_THREADS, false>(next + K_TILE, v, (t + 1) * FWD_KV, kv_len, v_stride);
             cp_async_commit();
         }
 
         float s[FWD_M][FWD_KV / 8][4];
-        scores<FWD_M, FWD_KV>(s, q_addr, kv_addr + stage + lane_cols(lane));
+        scores<HEAD_DIM, FWD_M, FWD_KV>(s, q_addr, kv_addr + stage + lane_cols<HEAD_DIM>(lane));
 
         const int col0 = t * FWD_KV + (lane & 3) * 2;
         if ((t + 1) * FWD_KV > all_see) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
                     }
                 row_sum[m][half] = sum;
                 #pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; ++n) {
+                for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
                     acc[m][n][2 * half] *= shrink;
                     acc[m][n][2 * half + 1] *= shrink;
                 }
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
                 }
 #endif
             }
-        accumulate<FWD_M, FWD_KV>(acc, s, kv_addr + stage + KV_BYTES + lane_rows(lane));
+        accumulate<HEAD_DIM_V, FWD_M, FWD_KV>(acc, s, kv_addr + stage + K_TILE + lane_rows<HEAD_DIM_V>(lane));
     }
 
     const QueryBlock<FWD_ROWS> mine(block_again(), batch, q_len, kv_len, q_heads, kv_heads);
@@ -137,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
             if ((lane & 3) == 0 && i < q_len)
                 lse[(i64)mine.head_of_all * q_len + i] = row_max[m][half] * scale + logf(sum);
         }
-        store_rows(q_tile + (warp_row + m * 16) * ROW_BYTES, acc[m], inverse[0], inverse[1], o + mine.at, warp_row0 + m * 16,
-                   q_len, q_heads * HEAD_DIM);
+        // Value rows are no wider than query rows, so the fragment's own q rows hold them.
+        store_rows<HEAD_DIM_V>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], inverse[0], inverse[1],
+                               o + mine.first * HEAD_DIM_V, warp_row0 + m * 16, q_len, q_heads * HEAD_DIM_V);
     }
 }

@@ -15,7 +15,12 @@ const BACKWARD: KernelSource = KernelSource {
 };
 
 /// Widest head whose accumulators fit the registers of these kernels.
-const MAX_HEAD_DIM: usize = 128;
+const MAX_HEAD_DIM: usize = 256;
+/// Up to these widths the plain tiles do.
+const PLAIN_HEAD_DIM: usize = 128;
+/// Width of a query and key head up to which dk and dv of one key fit registers together, beside values of
+/// [`PLAIN_HEAD_DIM`]: multi-latent attention's 128 + 64.
+const LATENT_HEAD_DIM: usize = 192;
 /// Rows of one tensor-core fragment (mma m16n8k16).
 const FRAGMENT_ROWS: usize = 16;
 /// Most blocks in the x dimension of a grid.
@@ -35,6 +40,8 @@ struct Tiles {
     dq: (usize, usize, usize, usize),
     /// Warps (16 keys each), queries a tile, resident blocks.
     dkv: (usize, usize, usize),
+    /// dk and dv come from kernels of their own: together they do not fit registers.
+    dkv_apart: bool,
 }
 
 impl Tiles {
@@ -42,22 +49,40 @@ impl Tiles {
         // Shared memory a multiprocessor (CUDA C++ Programming Guide, table of compute capabilities): 228 KiB
         // on 9.0 and 10.x, 164 on 8.0 and 8.7, 100 on 8.6, 8.9 and 12.x. At head width 128 the tiles below
         // take 102, 102 and 137 KiB a block, 68, 68 and 137, and 68 each.
-        let mut tiles = match cc {
-            90..=119 => Self { fwd: (4, 2, 64, 2), dq: (4, 2, 32, 2), dkv: (8, 64, 1) },
-            80 | 87 => Self { fwd: (4, 2, 32, 2), dq: (4, 1, 32, 2), dkv: (8, 64, 1) },
-            _ => Self { fwd: (4, 2, 32, 1), dq: (4, 1, 32, 1), dkv: (4, 32, 1) },
+        // Heads of 192 and 128 take 92, 84 and 127 KiB; 67, 84 and 127; 67, 84 and 85. Heads of 256 take 99, 198
+        // and 199; 99, 132 and 133; 66, 66 and 67.
+        let (d, dv) = (s.head_dim, s.value_dim());
+        let mut tiles = if d <= PLAIN_HEAD_DIM {
+            match cc {
+                90..=119 => Self { fwd: (4, 2, 64, 2), dq: (4, 2, 32, 2), dkv: (8, 64, 1), dkv_apart: false },
+                80 | 87 => Self { fwd: (4, 2, 32, 2), dq: (4, 1, 32, 2), dkv: (8, 64, 1), dkv_apart: false },
+                _ => Self { fwd: (4, 2, 32, 1), dq: (4, 1, 32, 1), dkv: (4, 32, 1), dkv_apart: false },
+            }
+        } else if d <= LATENT_HEAD_DIM && dv <= PLAIN_HEAD_DIM {
+            match cc {
+                90..=119 => Self { fwd: (4, 2, 32, 2), dq: (4, 1, 32, 2), dkv: (8, 32, 1), dkv_apart: false },
+                80 | 87 => Self { fwd: (4, 1, 32, 2), dq: (4, 1, 32, 1), dkv: (8, 32, 1), dkv_apart: false },
+                _ => Self { fwd: (4, 1, 32, 1), dq: (4, 1, 32, 1), dkv: (4, 32, 1), dkv_apart: false },
+            }
+        } else {
+            match cc {
+                90..=119 => Self { fwd: (4, 1, 32, 2), dq: (8, 1, 32, 1), dkv: (8, 32, 1), dkv_apart: true },
+                80 | 87 => Self { fwd: (4, 1, 32, 1), dq: (4, 1, 32, 1), dkv: (4, 32, 1), dkv_apart: true },
+                _ => Self { fwd: (4, 1, 16, 1), dq: (2, 1, 16, 1), dkv: (2, 16, 1), dkv_apart: true },
+            }
         };
         if s.dropout.is_some() {
             // Redrawing the mask takes registers: fewer rows then.
             tiles.fwd.1 = 1;
             tiles.dq.1 = 1;
-            tiles.dkv.1 = 32;
+            tiles.dkv.1 = if d <= PLAIN_HEAD_DIM { 32 } else { 16 };
         }
         tiles
     }
     fn defines(&self, s: &AttnShape) -> Vec<(&'static str, String)> {
         let all = [
             ("HEAD_DIM", s.head_dim),
+            ("HEAD_DIM_V", s.value_dim()),
             ("DROPOUT", usize::from(s.dropout.is_some())),
             ("FWD_WARPS", self.fwd.0),
             ("FWD_M", self.fwd.1),
@@ -70,21 +95,28 @@ impl Tiles {
             ("DKV_WARPS", self.dkv.0),
             ("DKV_Q", self.dkv.1),
             ("DKV_BLOCKS_PER_SM", self.dkv.2),
+            ("DKV_APART", usize::from(self.dkv_apart)),
         ];
         all.into_iter().map(|(name, value)| (name, value.to_string())).collect()
     }
 }
 
-/// Bytes of `rows` tile rows in shared memory: `ROW_BYTES` of tile.cuh.
-fn tile_bytes(s: &AttnShape, rows: usize) -> usize {
-    rows * (s.head_dim * 2 + 16)
+/// Bytes in shared memory of tiles of `qk` query or key rows and `v` value rows: `row_bytes` of tile.cuh.
+fn tile_bytes(s: &AttnShape, qk: usize, v: usize) -> usize {
+    let row = |width: usize| width * 2 + 16;
+    qk * row(s.head_dim) + v * row(s.value_dim())
 }
 
 /// What no device can run.
 pub(super) fn check(s: &AttnShape) -> Result<(), DeviceError> {
     let [(_, len0), (_, len1)] = s.positions.chunks;
     let wrong = |what: String| Err(DeviceError::Invalid(format!("attention: {what}")));
-    if s.batch() == 0 || s.q_len() == 0 || s.kv_len == 0 || s.head_dim == 0 || s.kv_heads == 0 {
+    if s.batch() == 0
+        || s.q_len() == 0
+        || s.kv_len == 0
+        || s.kv_heads == 0
+        || s.head_dim.min(s.value_dim()) == 0
+    {
         return wrong(format!("an extent is 0 in {s:?}; every one must be at least 1"));
     }
     if s.q_heads == 0 || !s.q_heads.is_multiple_of(s.kv_heads) {
@@ -109,11 +141,13 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
             cuda.cc % 10
         )));
     }
-    if !s.head_dim.is_multiple_of(FRAGMENT_ROWS) || s.head_dim > MAX_HEAD_DIM {
+    let legal = |width: usize| width.is_multiple_of(FRAGMENT_ROWS) && width <= MAX_HEAD_DIM;
+    if !legal(s.head_dim) || !legal(s.value_dim()) || s.value_dim() > s.head_dim {
         return Err(DeviceError::Invalid(format!(
-            "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM}; \
-             this model has {}; use --device cpu",
-            s.head_dim
+            "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM}, \
+             values no wider than keys; this model has {} and {}; use --device cpu",
+            s.head_dim,
+            s.value_dim()
         )));
     }
     let rows = s.batch().saturating_mul(s.kv_len.max(s.q_len()));
@@ -144,6 +178,8 @@ pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
         kv_heads: s.kv_heads,
         seq: s.kv_len,
         head_dim: s.head_dim,
+        head_dim_v: s.value_dim(),
+        scale_bits: (s.scale() as f32).to_bits(),
         deterministic: true,
     })
 }
@@ -194,7 +230,7 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
-    let shared = tile_bytes(s, rows + 4 * keys);
+    let shared = tile_bytes(s, rows + 2 * keys, 2 * keys);
     let kernel = cuda.kernel(FORWARD, "attention_fwd", &tiles.defines(s), shared as u32)?;
     let mut params: Vec<Param> = [q, k, v, words, o, lse].map(Param::Ptr).into();
     params.extend(shape_params(s));
@@ -217,8 +253,9 @@ fn delta_bytes(s: &AttnShape) -> usize {
 /// Delta rows, then with more than one split the fp32 parts of dk and dv.
 pub(super) fn backward_workspace(s: &AttnShape) -> usize {
     let splits = dkv_splits(s);
-    let parts = if splits == 1 { 0 } else { 2 * splits };
-    delta_bytes(s) + parts * s.kv_shape().iter().product::<usize>() * 4
+    let parts = if splits == 1 { 0 } else { splits };
+    let elements: usize = [s.k_shape(), s.v_shape()].iter().map(|s| s[0] * s[1]).sum();
+    delta_bytes(s) + parts * elements * 4
 }
 
 /// `args` as [`super::AttnBwd`] lists them.
@@ -254,27 +291,31 @@ pub(super) fn backward(
 
     let (warps, queries, _) = tiles.dkv;
     let (rows, splits) = (warps * FRAGMENT_ROWS, dkv_splits(s));
-    let shared = tile_bytes(s, 2 * rows + 4 * queries) + 4 * queries * 4;
-    let kernel = cuda.kernel(BACKWARD, "attention_dkv", &defines, shared as u32)?;
+    let shared = tile_bytes(s, rows + 2 * queries, rows + 2 * queries) + 4 * queries * 4;
     let mut params = pointers(&[q, k, v, d_o, lse, delta, words, dk, dv, partial]);
     params.push(Param::I32(splits as i32));
     params.extend(shape_params(s));
     let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads * splits;
-    issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
+    let entries: &[&str] =
+        if tiles.dkv_apart { &["attention_dk", "attention_dv"] } else { &["attention_dkv"] };
+    for entry in entries {
+        let kernel = cuda.kernel(BACKWARD, entry, &defines, shared as u32)?;
+        issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
+    }
 
     if splits > 1 {
         const VALUES_PER_BLOCK: usize = 256 * 8;
-        let elements: usize = s.kv_shape().iter().product();
+        let [of_dk, of_dv] = [s.k_shape(), s.v_shape()].map(|s| s[0] * s[1]);
         let kernel = cuda.kernel(BACKWARD, "attention_dkv_sum", &defines, 0)?;
         let mut params = pointers(&[partial, dk, dv]);
-        params.extend([Param::I32(splits as i32), Param::I64(elements as i64)]);
-        let grid = Config::linear(elements.div_ceil(VALUES_PER_BLOCK), 256);
+        params.extend([Param::I32(splits as i32), Param::I64(of_dk as i64), Param::I64(of_dv as i64)]);
+        let grid = Config::linear(of_dk.max(of_dv).div_ceil(VALUES_PER_BLOCK), 256);
         issues.push(cuda.launch(&kernel, Config { grid: [grid.grid[0], 2, 1], ..grid }, &params)?);
     }
 
     let (warps, fragments, keys, _) = tiles.dq;
     let rows = warps * fragments * FRAGMENT_ROWS;
-    let shared = tile_bytes(s, 2 * rows + 4 * keys);
+    let shared = tile_bytes(s, rows + 2 * keys, rows + 2 * keys);
     let kernel = cuda.kernel(BACKWARD, "attention_dq", &defines, shared as u32)?;
     let mut params = pointers(&[q, k, v, d_o, lse, delta, words, dq]);
     params.extend(shape_params(s));

@@ -25,7 +25,7 @@ use crate::program::DType;
 
 /// Shapes of one attention. Rows of q, o and their gradients are `b * q_len + i`; rows of k and v are
 /// `b * kv_len + j` with j the global position.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct AttnShape {
     /// Of the query rows: `batch` sequences of `seq` = q_len local rows, in up to two chunks.
     pub positions: Positions,
@@ -34,8 +34,12 @@ pub struct AttnShape {
     pub q_heads: usize,
     /// Divides `q_heads`.
     pub kv_heads: usize,
-    /// Width of a head: on the device a multiple of 16 up to 128.
+    /// Width of a query and key head, d: on the device a multiple of 16 up to 256.
     pub head_dim: usize,
+    /// Width of a value head, dv, where it is another one (multi-latent attention); `None`: `head_dim`.
+    pub head_dim_v: Option<usize>,
+    /// Factor of the scores; `None`: 1 / sqrt(head_dim).
+    pub scale: Option<f64>,
     /// On the probabilities. Element index `((b * q_heads + h) * q_len + i) * kv_len + j`, modulo 2^34.
     pub dropout: Option<Dropout>,
 }
@@ -48,9 +52,13 @@ impl AttnShape {
     pub fn q_len(&self) -> usize {
         self.positions.seq
     }
-    /// Factor of the scores, 1 / sqrt(head_dim).
+    /// Factor of the scores: 1 / sqrt(head_dim), or what was given.
     pub fn scale(&self) -> f64 {
-        1.0 / (self.head_dim as f64).sqrt()
+        self.scale.unwrap_or(1.0 / (self.head_dim as f64).sqrt())
+    }
+    /// Width of a value head.
+    pub fn value_dim(&self) -> usize {
+        self.head_dim_v.unwrap_or(self.head_dim)
     }
     /// Keys that local query row `i` sees.
     pub fn visible(&self, i: usize) -> usize {
@@ -64,17 +72,23 @@ impl AttnShape {
     fn q_shape(&self) -> [usize; 2] {
         [self.batch() * self.q_len(), self.q_heads * self.head_dim]
     }
-    fn kv_shape(&self) -> [usize; 2] {
+    fn o_shape(&self) -> [usize; 2] {
+        [self.batch() * self.q_len(), self.q_heads * self.value_dim()]
+    }
+    fn k_shape(&self) -> [usize; 2] {
         [self.batch() * self.kv_len, self.kv_heads * self.head_dim]
+    }
+    fn v_shape(&self) -> [usize; 2] {
+        [self.batch() * self.kv_len, self.kv_heads * self.value_dim()]
     }
     fn lse_shape(&self) -> [usize; 3] {
         [self.batch(), self.q_heads, self.q_len()]
     }
 }
 
-/// Args: q R bf16 `[B*q_len, q_heads*d]`, k R, v R bf16 `[B*kv_len, kv_heads*d]`, (words R u32 `[WORDS]` with
-/// dropout), o W bf16 `[B*q_len, q_heads*d]`, lse W f32 `[B, q_heads, q_len]` (natural logarithm, of the
-/// scaled scores).
+/// Args: q R bf16 `[B*q_len, q_heads*d]`, k R bf16 `[B*kv_len, kv_heads*d]`, v R bf16 `[B*kv_len, kv_heads*dv]`,
+/// (words R u32 `[WORDS]` with dropout), o W bf16 `[B*q_len, q_heads*dv]`, lse W f32 `[B, q_heads, q_len]`
+/// (natural logarithm, of the scaled scores).
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttnFwd {
     pub shape: AttnShape,
@@ -95,20 +109,20 @@ impl Op for AttnFwd {
         let s = &self.shape;
         let mut args = vec![
             ArgSpec::read("q", DType::Bf16, &s.q_shape()),
-            ArgSpec::read("k", DType::Bf16, &s.kv_shape()),
-            ArgSpec::read("v", DType::Bf16, &s.kv_shape()),
+            ArgSpec::read("k", DType::Bf16, &s.k_shape()),
+            ArgSpec::read("v", DType::Bf16, &s.v_shape()),
         ];
         if s.dropout.is_some() {
             args.push(ArgSpec::read("words", DType::U32, &[WORDS]));
         }
-        args.push(ArgSpec::write("o", DType::Bf16, &s.q_shape()));
+        args.push(ArgSpec::write("o", DType::Bf16, &s.o_shape()));
         args.push(ArgSpec::write("lse", DType::F32, &s.lse_shape()));
         args
     }
 
     /// Two products over the visible pairs.
     fn flops(&self) -> f64 {
-        4.0 * self.shape.pairs() * self.shape.head_dim as f64
+        2.0 * self.shape.pairs() * (self.shape.head_dim + self.shape.value_dim()) as f64
     }
 
     fn tolerance(&self, arg: usize) -> f64 {
@@ -153,25 +167,26 @@ impl Op for AttnBwd {
         let s = &self.shape;
         let mut args = vec![
             ArgSpec::read("q", DType::Bf16, &s.q_shape()),
-            ArgSpec::read("k", DType::Bf16, &s.kv_shape()),
-            ArgSpec::read("v", DType::Bf16, &s.kv_shape()),
-            ArgSpec::read("o", DType::Bf16, &s.q_shape()).sample(Sample::Custom),
+            ArgSpec::read("k", DType::Bf16, &s.k_shape()),
+            ArgSpec::read("v", DType::Bf16, &s.v_shape()),
+            ArgSpec::read("o", DType::Bf16, &s.o_shape()).sample(Sample::Custom),
             ArgSpec::read("lse", DType::F32, &s.lse_shape()).sample(Sample::Custom),
-            ArgSpec::read("do", DType::Bf16, &s.q_shape()),
+            ArgSpec::read("do", DType::Bf16, &s.o_shape()),
         ];
         if s.dropout.is_some() {
             args.push(ArgSpec::read("words", DType::U32, &[WORDS]));
         }
         args.push(ArgSpec::write("dq", DType::Bf16, &s.q_shape()));
-        args.push(ArgSpec::write("dk", DType::Bf16, &s.kv_shape()));
-        args.push(ArgSpec::write("dv", DType::Bf16, &s.kv_shape()));
+        args.push(ArgSpec::write("dk", DType::Bf16, &s.k_shape()));
+        args.push(ArgSpec::write("dv", DType::Bf16, &s.v_shape()));
         args
     }
 
     /// Five products over the visible pairs (the scores once more, and four gradients); what the kernels
     /// recompute beyond that is not counted.
     fn flops(&self) -> f64 {
-        10.0 * self.shape.pairs() * self.shape.head_dim as f64
+        // Scores, dq and dk are as wide as a key, dp and dv as a value.
+        2.0 * self.shape.pairs() * (3 * self.shape.head_dim + 2 * self.shape.value_dim()) as f64
     }
 
     fn workspace(&self) -> usize {
@@ -193,10 +208,11 @@ impl Op for AttnBwd {
                 |i: usize| normal_of(philox([i as u32, arg, 0, 0], [seed as u32, (seed >> 32) as u32]));
             (0..n).map(|i| value(i).bf16().f64()).collect()
         };
-        let (rows, keys) = (s.q_shape().iter().product(), s.kv_shape().iter().product());
-        let (q, k, v, d_o) = (normals(0, rows), normals(1, keys), normals(2, keys), normals(3, rows));
+        let len = |shape: [usize; 2]| shape.iter().product::<usize>();
+        let (q, k) = (normals(0, len(s.q_shape())), normals(1, len(s.k_shape())));
+        let (v, d_o) = (normals(2, len(s.v_shape())), normals(3, len(s.o_shape())));
         let words: Vec<i32> = (0..WORDS as i32).map(|i| i + 1).collect();
-        let (mut o, mut lse) = (vec![0.0f64; rows], vec![0.0f64; s.lse_shape().iter().product()]);
+        let (mut o, mut lse) = (vec![0.0f64; d_o.len()], vec![0.0f64; s.lse_shape().iter().product()]);
         reference::forward(s, &q, &k, &v, &words, &mut o, &mut lse);
         o.iter_mut().for_each(|x| *x = (*x as f32).bf16().f64());
         lse.iter_mut().for_each(|x| *x = *x as f32 as f64);

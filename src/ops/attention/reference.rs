@@ -47,8 +47,16 @@ impl AttnShape {
         let d = self.head_dim;
         Head { data, first_row: b * self.q_len(), width: self.q_heads * d, head, d }
     }
-    fn kv_head<'a, T>(&self, data: &'a [T], b: usize, head: usize) -> Head<'a, T> {
+    fn o_head<'a, T>(&self, data: &'a [T], b: usize, head: usize) -> Head<'a, T> {
+        let d = self.value_dim();
+        Head { data, first_row: b * self.q_len(), width: self.q_heads * d, head, d }
+    }
+    fn k_head<'a, T>(&self, data: &'a [T], b: usize, head: usize) -> Head<'a, T> {
         let d = self.head_dim;
+        Head { data, first_row: b * self.kv_len, width: self.kv_heads * d, head, d }
+    }
+    fn v_head<'a, T>(&self, data: &'a [T], b: usize, head: usize) -> Head<'a, T> {
+        let d = self.value_dim();
         Head { data, first_row: b * self.kv_len, width: self.kv_heads * d, head, d }
     }
     /// Factor of probability (b, h, i, j): 0 if dropped, 1 / (1 - p) if kept, 1 without dropout.
@@ -86,12 +94,12 @@ pub(super) fn forward<T: Real>(
     o: &mut [T],
     lse: &mut [T],
 ) {
-    let (d, scale, group) = (s.head_dim, T::of(s.scale()), s.q_heads / s.kv_heads);
+    let (dv, scale, group) = (s.value_dim(), T::of(s.scale()), s.q_heads / s.kv_heads);
     let one_head = |(b, h): (usize, usize)| -> (Vec<T>, Vec<T>) {
         let q = s.q_head(q, b, h);
-        let (k, v) = (s.kv_head(k, b, h / group), s.kv_head(v, b, h / group));
-        let (mut o, mut lse) = (vec![T::default(); s.q_len() * d], Vec::with_capacity(s.q_len()));
-        for (i, o) in o.chunks_exact_mut(d).enumerate() {
+        let (k, v) = (s.k_head(k, b, h / group), s.v_head(v, b, h / group));
+        let (mut o, mut lse) = (vec![T::default(); s.q_len() * dv], Vec::with_capacity(s.q_len()));
+        for (i, o) in o.chunks_exact_mut(dv).enumerate() {
             let scores: Vec<T> = (0..s.visible(i)).map(|j| scale * dot(q.row(i), k.row(j))).collect();
             let max = scores.iter().copied().fold(scores[0], Real::max);
             let sum: T = scores.iter().map(|x| (*x - max).exp()).sum();
@@ -107,13 +115,13 @@ pub(super) fn forward<T: Real>(
     let heads: Vec<(usize, usize)> =
         (0..s.batch()).flat_map(|b| (0..s.q_heads).map(move |h| (b, h))).collect();
     let done: Vec<(Vec<T>, Vec<T>)> = heads.into_par_iter().map(one_head).collect();
-    scatter(o, s.q_len(), s.q_heads, d, done.iter().map(|(o, _)| o));
+    scatter(o, s.q_len(), s.q_heads, dv, done.iter().map(|(o, _)| o));
     for (out, (_, row)) in lse.chunks_exact_mut(s.q_len()).zip(&done) {
         out.copy_from_slice(row);
     }
 }
 
-/// Gradients of one kv head and its group: dq `[q_len, d]` a query head, dk and dv `[kv_len, d]`.
+/// Gradients of one kv head and its group: dq `[q_len, d]` a query head, dk `[kv_len, d]`, dv `[kv_len, dv]`.
 struct Grads<T> {
     dq: Vec<Vec<T>>,
     dk: Vec<T>,
@@ -123,14 +131,15 @@ struct Grads<T> {
 /// With z the dropout factors and delta_i = do_i . o_i: dv_j = sum_i z p do_i; dp = z do_i . v_j;
 /// ds = p (dp - delta_i); dq_i = scale sum_j ds k_j; dk_j = scale sum_i ds q_i.
 pub(super) fn backward<T: Real>(s: &AttnShape, x: &Saved<T>, dq: &mut [T], dk: &mut [T], dv: &mut [T]) {
-    let (d, scale, group) = (s.head_dim, T::of(s.scale()), s.q_heads / s.kv_heads);
+    let (d, width_v, scale) = (s.head_dim, s.value_dim(), T::of(s.scale()));
+    let group = s.q_heads / s.kv_heads;
     let one_kv_head = |(b, kv): (usize, usize)| -> Grads<T> {
-        let (k, v) = (s.kv_head(x.k, b, kv), s.kv_head(x.v, b, kv));
-        let zeros = |rows: usize| vec![T::default(); rows * d];
-        let mut grads = Grads { dq: Vec::new(), dk: zeros(s.kv_len), dv: zeros(s.kv_len) };
+        let (k, v) = (s.k_head(x.k, b, kv), s.v_head(x.v, b, kv));
+        let zeros = |rows: usize, width: usize| vec![T::default(); rows * width];
+        let mut grads = Grads { dq: Vec::new(), dk: zeros(s.kv_len, d), dv: zeros(s.kv_len, width_v) };
         for h in kv * group..(kv + 1) * group {
-            let (q, o, d_o) = (s.q_head(x.q, b, h), s.q_head(x.o, b, h), s.q_head(x.d_o, b, h));
-            let mut dq = zeros(s.q_len());
+            let (q, o, d_o) = (s.q_head(x.q, b, h), s.o_head(x.o, b, h), s.o_head(x.d_o, b, h));
+            let mut dq = zeros(s.q_len(), d);
             for (i, dq) in dq.chunks_exact_mut(d).enumerate() {
                 let lse = x.lse[(b * s.q_heads + h) * s.q_len() + i];
                 let delta = dot(d_o.row(i), o.row(i));
@@ -138,7 +147,7 @@ pub(super) fn backward<T: Real>(s: &AttnShape, x: &Saved<T>, dq: &mut [T], dk: &
                     let p = (scale * dot(q.row(i), k.row(j)) - lse).exp();
                     let keep: T = s.keep(x.words, (b, h, i, j));
                     let ds = scale * p * (keep * dot(d_o.row(i), v.row(j)) - delta);
-                    add_scaled(&mut grads.dv[j * d..(j + 1) * d], keep * p, d_o.row(i));
+                    add_scaled(&mut grads.dv[j * width_v..(j + 1) * width_v], keep * p, d_o.row(i));
                     add_scaled(&mut grads.dk[j * d..(j + 1) * d], ds, q.row(i));
                     add_scaled(dq, ds, k.row(j));
                 }
@@ -152,5 +161,5 @@ pub(super) fn backward<T: Real>(s: &AttnShape, x: &Saved<T>, dq: &mut [T], dk: &
     let done: Vec<Grads<T>> = heads.into_par_iter().map(one_kv_head).collect();
     scatter(dq, s.q_len(), s.q_heads, d, done.iter().flat_map(|g| &g.dq));
     scatter(dk, s.kv_len, s.kv_heads, d, done.iter().map(|g| &g.dk));
-    scatter(dv, s.kv_len, s.kv_heads, d, done.iter().map(|g| &g.dv));
+    scatter(dv, s.kv_len, s.kv_heads, width_v, done.iter().map(|g| &g.dv));
 }

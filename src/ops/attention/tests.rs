@@ -5,7 +5,13 @@ use crate::ops::rng::Rng;
 use crate::ops::testing::{check_f32_against_f64, check_op_gradient, inputs, normals, run_f64};
 
 fn shape(positions: Positions, kv_len: usize, q_heads: usize, kv_heads: usize, head_dim: usize) -> AttnShape {
-    AttnShape { positions, kv_len, q_heads, kv_heads, head_dim, dropout: None }
+    AttnShape { positions, kv_len, q_heads, kv_heads, head_dim, ..AttnShape::default() }
+}
+
+/// Unlike widths of keys and values, and a scale of its own, as multi-latent attention has them.
+fn latent(mut s: AttnShape, value_dim: usize) -> AttnShape {
+    (s.head_dim_v, s.scale) = (Some(value_dim), Some(0.3));
+    s
 }
 
 fn dropped(mut s: AttnShape, p: f64) -> AttnShape {
@@ -26,6 +32,8 @@ fn cases() -> Vec<AttnShape> {
         dropped(shape(Positions::whole(1, 6), 6, 2, 1, 8), 0.3),
         dropped(shape(two_chunks(), 10, 4, 2, 8), 0.5),
         shape(Positions::whole(1, 1), 1, 1, 1, 16),
+        latent(shape(Positions::whole(2, 5), 5, 2, 2, 12), 8),
+        latent(dropped(shape(two_chunks(), 10, 4, 2, 8), 0.2), 6),
     ]
 }
 
@@ -132,7 +140,10 @@ fn causal_work_is_counted_once() {
     let s = shape(Positions::whole(2, 4), 4, 3, 1, 8);
     assert_eq!(s.pairs(), (2 * 3 * 10) as f64);
     assert_eq!(AttnFwd { shape: s.clone() }.flops(), 60.0 * 8.0 * 4.0);
-    assert_eq!(AttnBwd { shape: s }.flops(), 60.0 * 8.0 * 10.0);
+    assert_eq!(AttnBwd { shape: s.clone() }.flops(), 60.0 * 8.0 * 10.0);
+    let s = latent(s, 4);
+    assert_eq!(AttnFwd { shape: s.clone() }.flops(), 60.0 * (8.0 + 4.0) * 2.0);
+    assert_eq!(AttnBwd { shape: s }.flops(), 60.0 * (3.0 * 8.0 + 2.0 * 4.0) * 2.0);
 }
 
 /// Enough dk/dv blocks for an H200 even with few kv heads, and a workspace for the parts.

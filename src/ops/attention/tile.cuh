@@ -1,10 +1,13 @@
 // Shared by the attention kernels: tiles of bf16 rows in shared memory, products of tiles, positions, dropout.
 //
-// A tile row holds HEAD_DIM values and one unused 16-byte piece. The row stride is an odd number of such
-// pieces, so the eight rows that one ldmatrix phase reads lie in eight different bank groups.
-constexpr int PIECES = HEAD_DIM / 8;             // 16-byte pieces of a row
-constexpr int ROW_BYTES = (PIECES + 1) * 16;
-constexpr int K_STEPS = HEAD_DIM / 16;           // mma steps along a row
+// A tile row holds D values (HEAD_DIM of a query or key, HEAD_DIM_V of a value) and one unused 16-byte piece. The
+// row stride is an odd number of such pieces, so the eight rows that one ldmatrix phase reads lie in eight
+// different bank groups.
+constexpr int pieces(int d) { return d / 8; }                // 16-byte pieces of a row
+constexpr int row_bytes(int d) { return (pieces(d) + 1) * 16; }
+constexpr int steps(int d) { return d / 16; }                // mma steps along a row
+constexpr int QK_BYTES = row_bytes(HEAD_DIM);                // of a tile row
+constexpr int V_BYTES = row_bytes(HEAD_DIM_V);
 constexpr float LOG2E = 1.4426950408889634f;
 
 // 2^x in one instruction (relative error about 2^-22); exp2_fast(-inf) = 0.
@@ -48,14 +51,14 @@ struct Rows {
 template <int ROWS>
 struct QueryBlock {
     int head_of_all, row0;                       // b * q_heads + h
-    i64 at;                                      // element of q where this sequence's head begins
+    i64 first;                                   // row * q_heads + head where this sequence's head begins in q and o
     int kv_row, kv_head;                         // first row of k in this sequence
     __device__ __forceinline__ QueryBlock(int block, int batch, int q_len, int kv_len, int q_heads, int kv_heads) {
         const int heads = batch * q_heads;
         head_of_all = block % heads;
         row0 = ((q_len + ROWS - 1) / ROWS - 1 - block / heads) * ROWS;
         const int b = head_of_all / q_heads, h = head_of_all % q_heads;
-        at = ((i64)b * q_len * q_heads + h) * HEAD_DIM;
+        first = (i64)b * q_len * q_heads + h;
         kv_row = b * kv_len;
         kv_head = h / (q_heads / kv_heads);
     }
@@ -64,34 +67,36 @@ struct QueryBlock {
 // Starts the copy of rows row0 .. row0+ROWS of a matrix with `rows` rows, `stride` elements apart. In place of
 // rows beyond the end come zeros (ZERO), or copies of the last row, which are cheaper and do where those rows
 // are masked or not stored.
-template <int ROWS, int THREADS, bool ZERO>
+template <int D, int ROWS, int THREADS, bool ZERO>
 __device__ __forceinline__ void load_rows(u8* tile, const bf16* matrix, int row0, int rows, int stride) {
-    constexpr int STEP = THREADS / PIECES;       // rows a pass
+    constexpr int PIECES = pieces(D), STEP = THREADS / PIECES;  // rows a pass
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES;
     if (THREADS % PIECES != 0 && r >= STEP) return;
     const u8* src = reinterpret_cast<const u8*>(matrix + c * 8);
-    u8* dst = tile + r * ROW_BYTES + c * 16;
+    u8* dst = tile + r * row_bytes(D) + c * 16;
     #pragma unroll
     for (int i = 0; i < ROWS; i += STEP) {
         if (ROWS % STEP != 0 && r + i >= ROWS) break;
         const int row = row0 + r + i;
         const u8* from = src + (i64)min(row, rows - 1) * (stride * 2);
         if (ZERO)
-            cp_async16_zfill(dst + i * ROW_BYTES, from, row < rows);
+            cp_async16_zfill(dst + i * row_bytes(D), from, row < rows);
         else
-            cp_async16(dst + i * ROW_BYTES, from);
+            cp_async16(dst + i * row_bytes(D), from);
     }
 }
 
 // Byte offset that a lane passes to ldmatrix for a 16x16 block: as operand A, or transposed as B.
-__device__ __forceinline__ u32 lane_rows(int lane) { return (lane & 15) * ROW_BYTES + (lane >> 4) * 16; }
+template <int D>
+__device__ __forceinline__ u32 lane_rows(int lane) { return (lane & 15) * row_bytes(D) + (lane >> 4) * 16; }
 // The same for B given by its columns (rows of the tile are n).
+template <int D>
 __device__ __forceinline__ u32 lane_cols(int lane) {
-    return ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + ((lane >> 3) & 1) * 16;
+    return ((lane & 7) + (lane >> 4) * 8) * row_bytes(D) + ((lane >> 3) & 1) * 16;
 }
 
-// acc[M*16, N] = A B^T; A rows at `a`, B rows at `b` (both with the lane's offset), over HEAD_DIM.
-template <int M, int N>
+// acc[M*16, N] = A B^T; A rows at `a`, B rows at `b` (both with the lane's offset), over D columns.
+template <int D, int M, int N>
 __device__ __forceinline__ void scores(float (&acc)[M][N / 8][4], u32 a, u32 b) {
     #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -100,14 +105,14 @@ __device__ __forceinline__ void scores(float (&acc)[M][N / 8][4], u32 a, u32 b) 
             #pragma unroll
             for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
     #pragma unroll
-    for (int k = 0; k < K_STEPS; ++k) {
+    for (int k = 0; k < steps(D); ++k) {
         u32 fa[M][4];
         #pragma unroll
-        for (int m = 0; m < M; ++m) ldsm_x4(fa[m], a + m * 16 * ROW_BYTES + k * 32);
+        for (int m = 0; m < M; ++m) ldsm_x4(fa[m], a + m * 16 * row_bytes(D) + k * 32);
         #pragma unroll
         for (int n = 0; n < N / 16; ++n) {
             u32 fb[4];
-            ldsm_x4(fb, b + n * 16 * ROW_BYTES + k * 32);
+            ldsm_x4(fb, b + n * 16 * row_bytes(D) + k * 32);
             #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma_16816(acc[m][2 * n], fa[m], fb[0], fb[1]);
@@ -117,9 +122,9 @@ __device__ __forceinline__ void scores(float (&acc)[M][N / 8][4], u32 a, u32 b) 
     }
 }
 
-// acc[M*16, HEAD_DIM] += bf16(P) B; P [M*16, K] in registers, B rows (K of them) at `b` with lane_rows.
-template <int M, int K>
-__device__ __forceinline__ void accumulate(float (&acc)[M][HEAD_DIM / 8][4], const float (&p)[M][K / 8][4], u32 b) {
+// acc[M*16, D] += bf16(P) B; P [M*16, K] in registers, B rows (K of them) at `b` with lane_rows.
+template <int D, int M, int K>
+__device__ __forceinline__ void accumulate(float (&acc)[M][D / 8][4], const float (&p)[M][K / 8][4], u32 b) {
     #pragma unroll
     for (int k = 0; k < K / 16; ++k) {
         u32 fa[M][4];
@@ -131,9 +136,9 @@ __device__ __forceinline__ void accumulate(float (&acc)[M][HEAD_DIM / 8][4], con
             fa[m][3] = pack_bf16(p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
         }
         #pragma unroll
-        for (int n = 0; n < K_STEPS; ++n) {
+        for (int n = 0; n < steps(D); ++n) {
             u32 fb[4];
-            ldsm_x4_t(fb, b + k * 16 * ROW_BYTES + n * 32);
+            ldsm_x4_t(fb, b + k * 16 * row_bytes(D) + n * 32);
             #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma_16816(acc[m][2 * n], fa[m], fb[0], fb[1]);
@@ -145,13 +150,15 @@ __device__ __forceinline__ void accumulate(float (&acc)[M][HEAD_DIM / 8][4], con
 
 // Rounds a warp's 16 rows to bf16 and writes those below `rows` (row0: the first one's index), by way of
 // the warp's own 16 tile rows at `tile`, so that stores are 16 bytes and contiguous.
+template <int D>
 __device__ __forceinline__ void store_rows(
-    u8* tile, const float (&acc)[HEAD_DIM / 8][4], float factor0, float factor8, bf16* matrix, int row0, int rows, int stride) {
+    u8* tile, const float (&acc)[D / 8][4], float factor0, float factor8, bf16* matrix, int row0, int rows, int stride) {
+    constexpr int PIECES = pieces(D), ROW_BYTES = row_bytes(D);
     const int lane = threadIdx.x & 31;
     __syncwarp();                                // the warp's other lanes may still read these rows
     u8* at = tile + (lane >> 2) * ROW_BYTES + (lane & 3) * 4;
     #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 8; ++n) {
+    for (int n = 0; n < D / 8; ++n) {
         *reinterpret_cast<u32*>(at + n * 16) = pack_bf16(acc[n][0] * factor0, acc[n][1] * factor0);
         *reinterpret_cast<u32*>(at + 8 * ROW_BYTES + n * 16) = pack_bf16(acc[n][2] * factor8, acc[n][3] * factor8);
     }

@@ -22,6 +22,10 @@ pub enum Collective {
     AllToAll,
     /// A reduce-scatter or an all-gather whose result lies where its input does (gradient and weight buckets).
     InPlace,
+    /// To the next pipeline stage, or back to the one before.
+    Send,
+    /// From the pipeline stage before, or back from the next one.
+    Receive,
 }
 
 /// Copies the bytes that this rank would send to `ranks - 1` others; the result is what the exchange would give
@@ -32,6 +36,7 @@ pub enum Collective {
 /// - AllReduce: x `[rows, cols]` (updated, unchanged); (ranks-1)/ranks of its bytes go to scratch twice, the
 ///   traffic of a ring.
 /// - AllToAll: x `[rows, cols]` -> out `[rows, cols]`, a copy.
+/// - Send, Receive: x `[rows, cols]` -> out `[rows, cols]`, a copy; out or x is what the other stage holds.
 /// - InPlace: x `[rows, cols]` (updated, unchanged); (ranks-1)/ranks of its bytes go to scratch once.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StandIn {
@@ -58,7 +63,7 @@ impl StandIn {
                 let len = self.rows * self.cols;
                 (len - len.div_ceil(self.ranks.max(1))) * self.dtype.size()
             }
-            Collective::AllGather | Collective::AllToAll => 0,
+            Collective::AllGather | Collective::AllToAll | Collective::Send | Collective::Receive => 0,
         }
     }
 
@@ -99,6 +104,8 @@ impl Op for StandIn {
             Collective::AllReduce => "stand_in_all_reduce",
             Collective::AllToAll => "stand_in_all_to_all",
             Collective::InPlace => "stand_in_in_place",
+            Collective::Send => "stand_in_send",
+            Collective::Receive => "stand_in_receive",
         }
     }
     fn args(&self) -> Vec<ArgSpec> {
@@ -110,7 +117,9 @@ impl Op for StandIn {
             Collective::AllReduce | Collective::InPlace => {
                 vec![ArgSpec::update("x", self.dtype, &[self.rows, self.cols]).sample(sample_of(self.dtype))]
             }
-            Collective::AllToAll => vec![x(self.rows), out(self.rows)],
+            Collective::AllToAll | Collective::Send | Collective::Receive => {
+                vec![x(self.rows), out(self.rows)]
+            }
         }
     }
     /// Every copy reads and writes.
@@ -119,7 +128,7 @@ impl Op for StandIn {
             Collective::AllGather => self.ranks * self.local_bytes(),
             Collective::ReduceScatter => self.local_bytes() + self.sent_bytes(),
             Collective::AllReduce => 2 * self.sent_bytes(),
-            Collective::AllToAll => self.local_bytes(),
+            Collective::AllToAll | Collective::Send | Collective::Receive => self.local_bytes(),
             Collective::InPlace => self.sent_bytes(),
         };
         2.0 * copied as f64
@@ -234,9 +243,12 @@ mod tests {
             let op = stand_in(Collective::ReduceScatter, 4, dtype);
             let values = inputs(&op, 2);
             assert_eq!(run_f64(&op, &values)[1], values[0][..15]);
-            let op = stand_in(Collective::AllToAll, 4, dtype);
-            let values = inputs(&op, 3);
-            assert_eq!(run_f64(&op, &values)[1], values[0]);
+            for kind in [Collective::AllToAll, Collective::Send, Collective::Receive] {
+                let op = stand_in(kind, 4, dtype);
+                let values = inputs(&op, 3);
+                assert_eq!(run_f64(&op, &values)[1], values[0]);
+                assert_eq!((op.workspace(), op.bytes()), (0, 2.0 * 15.0 * dtype.size() as f64));
+            }
             let op = stand_in(Collective::AllReduce, 4, dtype);
             let values = inputs(&op, 4);
             assert_eq!(run_f64(&op, &values)[0], values[0]);

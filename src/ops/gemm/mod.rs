@@ -1,5 +1,9 @@
 //! Matrix product by cuBLASLt: bf16 operands, fp32 accumulation, one rounding at the store.
 
+mod separate;
+
+pub use separate::SeparateGemms;
+
 use super::{ArgSpec, CpuArgs, Op, Real, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;

@@ -1,7 +1,10 @@
 //! Products of all experts in one launch; the rows of each are read from offsets on the device.
 
+mod per_expert;
 #[cfg(test)]
 mod tests;
+
+pub use per_expert::PerExpertGemm;
 
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -96,11 +99,15 @@ impl GroupedGemm {
         if self.layout == Layout::Tn { self.k } else { self.n }
     }
 
-    /// Products in T by expert; f32 sums in the order of `matrixmultiply`.
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
+        let (offsets, a, b, d) = (args.ints(0)?, args.input(1)?, args.input(2)?, args.output(3)?);
+        self.products(offsets, a, b, d)
+    }
+
+    /// Products in T by expert; f32 sums in the order of `matrixmultiply`.
+    fn products<T: Real>(&self, offsets: &[i32], a: &[T], b: &[T], d: &mut [T]) -> Result<(), DeviceError> {
         self.check()?;
         let (n, k, rows) = (self.n, self.k, self.rows);
-        let (offsets, a, b, d) = (args.ints(0)?, args.input(1)?, args.input(2)?, args.output(3)?);
         let store = |x: T| if self.out == DType::Bf16 { x.bf16() } else { x.f32() };
         let at = |e: usize| (offsets[e].max(0) as usize).min(rows);
         let zero = T::of(0.0);

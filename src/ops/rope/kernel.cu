@@ -1,7 +1,7 @@
 // Splits QKV rows into q, k and v, with an optional RMSNorm of each q and k head, and rotates; and backward.
 // Defines: HEAD_DIM, ROTARY_DIM, VEC (elements of a vector access: 8, or 4 when ROTARY_DIM / 2 is no multiple
-// of 8), GROUP (lanes that share a head), INV_FREQ (list of ROTARY_DIM / 2 doubles), ZERO_CENTERED (the norms' weights are
-// stored less one), GATED (rows of qkv end in the q_heads heads of an output gate).
+// of 8), GROUP (lanes that share a head), INV_FREQ (list of ROTARY_DIM / 2 doubles), AMPLITUDE (factor of rotated elements),
+// ZERO_CENTERED (the norms' weights are stored less one), GATED (rows of qkv end in the q_heads heads of an output gate).
 //
 // A warp takes one token (or every splits-th head group of it) and computes the token's sines once for all its
 // heads. GROUP lanes share a head; lane j of a group holds an item: elements j*VEC.. of the rotated half and
@@ -16,6 +16,7 @@
 #define INV_FREQ 1.0, 0.5, 0.25, 0.125
 #define ZERO_CENTERED 0
 #define GATED 0
+#define AMPLITUDE 1.0f
 #endif
 #define HALF (ROTARY_DIM / 2)
 #define PAIR_ITEMS (HALF / VEC)
@@ -96,7 +97,10 @@ __device__ __forceinline__ void fill_angles(int pos, float (*table)[TABLE]) {
     for (int i = threadIdx.x & 31; i < HALF; i += 32) {
         const double angle = (double)pos * inv_freq[i];
         const double turns = rint(angle * 0.15915494309189535);           // 1 / (2 pi)
-        __sincosf((float)fma(turns, -6.283185307179586, angle), &table[1][i], &table[0][i]);
+        float s, c;
+        __sincosf((float)fma(turns, -6.283185307179586, angle), &s, &c);
+        table[0][i] = AMPLITUDE * c;
+        table[1][i] = AMPLITUDE * s;
     }
     __syncwarp();
 }

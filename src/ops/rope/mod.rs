@@ -7,6 +7,7 @@
 
 mod positions;
 mod reference;
+pub mod scaling;
 #[cfg(test)]
 mod tests;
 
@@ -17,33 +18,7 @@ use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 use crate::program::DType;
 pub use positions::Positions;
-
-/// Frequency scaling of Llama 3.1 and later (`rope_scaling` of type `llama3` in the models' published
-/// configurations): waves longer than the original context are slowed by `factor`, short ones are kept, and
-/// those between are blended.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
-pub struct RopeScaling {
-    pub factor: f64,
-    pub low_freq_factor: f64,
-    pub high_freq_factor: f64,
-    /// Context length of the original training, in tokens.
-    pub original_max_position: f64,
-}
-
-impl RopeScaling {
-    /// The scaled frequency, in radians per token.
-    fn apply(&self, freq: f64) -> f64 {
-        let waves = self.original_max_position * freq / std::f64::consts::TAU;
-        if waves > self.high_freq_factor {
-            return freq;
-        }
-        if waves < self.low_freq_factor {
-            return freq / self.factor;
-        }
-        let kept = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor);
-        (1.0 - kept) * freq / self.factor + kept * freq
-    }
-}
+pub use scaling::RopeScaling;
 
 /// q, k, v from qkv: per-head RMSNorm of q and k if `qk_norm`, then rotary on the first `rotary_dim` elements.
 ///
@@ -144,10 +119,7 @@ impl QkvRopeFwd {
 
     /// Radians per token of pair i, for i < rotary_dim / 2.
     pub fn inverse_frequencies(&self) -> Vec<f64> {
-        let freq = |i: usize| self.base.powf(-2.0 * i as f64 / self.rotary_dim as f64);
-        (0..self.rotary_dim / 2)
-            .map(|i| self.scaling.map_or(freq(i), |scaling| scaling.apply(freq(i))))
-            .collect()
+        scaling::frequencies(self.rotary_dim, self.base, self.scaling)
     }
 
     /// Shapes of qkv, q, and k or v.
@@ -179,17 +151,13 @@ impl QkvRopeFwd {
     }
 
     fn defines(&self, cut: &Cut) -> Vec<(&'static str, String)> {
-        // `{:e}` prints the shortest digits that read back as the same f64.
-        let mut table: Vec<String> = self.inverse_frequencies().iter().map(|f| format!("{f:e}")).collect();
-        if table.is_empty() {
-            table.push("0.0".into());
-        }
         vec![
             ("HEAD_DIM", self.head_dim.to_string()),
             ("ROTARY_DIM", self.rotary_dim.to_string()),
             ("VEC", cut.vector.to_string()),
             ("GROUP", cut.group.to_string()),
-            ("INV_FREQ", table.join(",")),
+            ("INV_FREQ", scaling::table(&self.inverse_frequencies())),
+            ("AMPLITUDE", format!("{:e}f", scaling::amplitude(self.scaling) as f32)),
             ("ZERO_CENTERED", usize::from(self.zero_centered).to_string()),
             ("GATED", usize::from(self.gated).to_string()),
         ]

@@ -2,7 +2,7 @@
 
 /// Positions of `batch * seq` rows, row = b * seq + i. A context-parallel rank holds two chunks of each
 /// sequence (rank r of cp: chunks r and 2cp-1-r); its rows are the first chunk's, then the second's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Positions {
     /// Sequences.
     pub batch: usize,

@@ -1,19 +1,20 @@
 //! CPU references of the QKV split with norm and rotary embedding: one head at a time, sums in f64.
 
-use super::{CpuArgs, QkvRopeBwd, QkvRopeFwd};
+use super::{CpuArgs, QkvRopeBwd, QkvRopeFwd, scaling};
 use crate::device::DeviceError;
 use crate::ops::Real;
 use crate::ops::rmsnorm::{partials, scale_offset};
 use rayon::prelude::*;
 
 impl QkvRopeFwd {
-    /// (cos, sin) of every pair at the position of row `token`.
+    /// (cos, sin) times the amplitude of every pair at the position of row `token`.
     fn turns<T: Real>(&self, inv_freq: &[f64], token: usize) -> Vec<(T, T)> {
         let position = self.positions.position(token) as f64;
+        let amplitude = scaling::amplitude(self.scaling);
         inv_freq
             .iter()
             .map(|f| ((position * f).cos(), (position * f).sin()))
-            .map(|(c, s)| (T::of(c), T::of(s)))
+            .map(|(c, s)| (T::of(amplitude * c), T::of(amplitude * s)))
             .collect()
     }
 

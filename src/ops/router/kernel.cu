@@ -1,5 +1,6 @@
 // Router: one warp a token, expert e in lane e % 32, slot e / 32; the whole row stays in registers.
-// Constants: EXPERTS (1..512), TOPK (1..32), SIGMOID, PRE_SOFTMAX, FORCED, SKEW, BIAS (0 or 1).
+// Constants: EXPERTS (1..512), TOPK (1..32), SIGMOID, PRE_SOFTMAX, FORCED, SKEW, BIAS (0 or 1), GROUPS (1..32),
+// GROUPS_CHOSEN.
 
 #define SLOTS ((EXPERTS + 31) / 32)
 #define TOKENS_PER_BLOCK 8
@@ -14,6 +15,52 @@ __device__ __forceinline__ u32 order_key(float v) {
     if ((b << 1) > 0xff000000u) return 1u;
     return (b & 0x80000000u) ? ~b : (b | 0x80000000u);
 }
+
+#if GROUPS > 1
+#define GROUP_SIZE (EXPERTS / GROUPS)
+// The float of a key; a NaN for a NaN.
+__device__ __forceinline__ float key_value(u32 k) { return __uint_as_float((k & 0x80000000u) ? k ^ 0x80000000u : ~k); }
+
+// Takes the experts of all groups but the GROUPS_CHOSEN best ones out of the choice. A group's score is the sum of
+// its TOPK / GROUPS_CHOSEN largest values, in descending order; lane g keeps that of group g.
+__device__ __forceinline__ void keep_best_groups(u32 (&key)[SLOTS], int lane) {
+    u32 group_key = 0u;
+    #pragma unroll 1
+    for (int g = 0; g < GROUPS; ++g) {
+        u32 left[SLOTS];
+        #pragma unroll
+        for (int j = 0; j < SLOTS; ++j) left[j] = (lane + 32 * j) / GROUP_SIZE == g ? key[j] : 0u;
+        float sum = 0.f;
+        #pragma unroll 1
+        for (int n = 0; n < TOPK / GROUPS_CHOSEN; ++n) {
+            u32 best = 0u, at = EXPERTS;
+            #pragma unroll
+            for (int j = 0; j < SLOTS; ++j)
+                if (left[j] > best) { best = left[j]; at = lane + 32 * j; }
+            const u32 most = __reduce_max_sync(FULL, best);
+            const int e = (int)__reduce_min_sync(FULL, best == most ? at : (u32)EXPERTS);
+            #pragma unroll
+            for (int j = 0; j < SLOTS; ++j)
+                if (lane + 32 * j == e) left[j] = 0u;
+            sum += key_value(most);
+        }
+        if (lane == g) group_key = order_key(sum);
+    }
+    u32 kept = 0u;  // bit g: group g
+    #pragma unroll 1
+    for (int n = 0; n < GROUPS_CHOSEN; ++n) {
+        const u32 most = __reduce_max_sync(FULL, group_key);
+        const int g = (int)__reduce_min_sync(FULL, group_key == most ? (u32)lane : 32u);
+        kept |= 1u << g;
+        if (lane == g) group_key = 0u;
+    }
+    #pragma unroll
+    for (int j = 0; j < SLOTS; ++j) {
+        const int e = lane + 32 * j;
+        if (e < EXPERTS && !((kept >> (e / GROUP_SIZE)) & 1u)) key[j] = 0u;
+    }
+}
+#endif
 
 // logits [T,E], words, bias [E] -> scores [T,E], probs [T,K], index [T,K]; counts [E] was zeroed before.
 extern "C" __global__ void __launch_bounds__(256) router_fwd(
@@ -69,11 +116,16 @@ extern "C" __global__ void __launch_bounds__(256) router_fwd(
             scores[(i64)t * EXPERTS + e] = s[j];
 #if BIAS
             key[j] = order_key(s[j] + bias[e]);
+#elif GROUPS > 1 && (SIGMOID || PRE_SOFTMAX)
+            key[j] = order_key(s[j]);
 #else
             key[j] = order_key(x[j]);
 #endif
         }
     }
+#if GROUPS > 1
+    keep_best_groups(key, lane);
+#endif
 
     // Top-k by repeated argmax. Lane k keeps the k-th choice.
     float chosen = 0.f;

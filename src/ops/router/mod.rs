@@ -2,6 +2,7 @@
 //!
 //! T tokens, E experts, K chosen per token. The choice itself has no gradient.
 
+mod bias;
 mod reference;
 #[cfg(test)]
 mod tests;
@@ -13,6 +14,7 @@ use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, P
 use crate::ops::rng::{Rng, WORDS};
 use crate::ops::{ArgSpec, Op, Sample, tolerance};
 use crate::program::DType;
+pub use bias::{CountAdd, ExpertBiasUpdate};
 
 const SOURCE: KernelSource = KernelSource { name: "router/kernel.cu", text: include_str!("kernel.cu") };
 
@@ -34,6 +36,10 @@ pub(crate) const SUM_EPS: f64 = 1e-20;
 /// first among equals. `probs` times `scaling`: softmax over the K chosen logits, or with `pre_softmax` the
 /// chosen scores as they are; sigmoid: the chosen scores divided by their sum when K > 1.
 ///
+/// With `groups` the experts come from the best groups of neighbouring experts alone; a group's score is the sum of
+/// its K / chosen largest values, of the scores (+ bias), or of the logits where softmax follows the choice
+/// (Megatron-Core `group_limited_topk`; DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+///
 /// `forced` replaces the logits by normal draws (quad t*E+e), minus ln(1+e) when `skew`: popularity falls
 /// with the expert's index about as a Zipf law.
 #[derive(Debug, Clone, PartialEq)]
@@ -47,6 +53,16 @@ pub struct RouterFwd {
     pub forced: Option<Rng>,
     pub skew: bool,
     pub expert_bias: bool,
+    pub groups: Option<Groups>,
+}
+
+/// Group-limited choice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Groups {
+    /// Groups of equal size; one lane a group on the device, so at most 32.
+    pub count: usize,
+    /// Groups that a token's experts come from.
+    pub chosen: usize,
 }
 
 /// Gradient of the gate logits. Args: `scores` R f32 `[T,E]`, `probs` R f32 `[T,K]`, `index` R I32 `[T,K]`,
@@ -85,6 +101,23 @@ fn check(op: &str, tokens: usize, experts: usize, topk: usize) -> Result<(), Dev
         )));
     }
     Ok(())
+}
+
+fn check_groups(op: &str, experts: usize, topk: usize, groups: Option<Groups>) -> Result<(), DeviceError> {
+    let Some(Groups { count, chosen }) = groups else { return Ok(()) };
+    let size = experts / count.max(1);
+    let legal = (1..=MAX_TOPK).contains(&count)
+        && experts.is_multiple_of(count)
+        && (1..=count.min(topk)).contains(&chosen)
+        && topk <= chosen * size
+        && topk / chosen <= size;
+    if legal {
+        return Ok(());
+    }
+    Err(DeviceError::Invalid(format!(
+        "{op}: {topk} of {experts} experts from {chosen} of {count} groups: groups must be of equal size, up to \
+         {MAX_TOPK}, and the chosen ones hold the choice; change moe_router_num_groups or moe_router_group_topk"
+    )))
 }
 
 /// Compile-time constants that both kernels share.
@@ -139,11 +172,15 @@ impl Op for RouterFwd {
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         check(self.name(), self.tokens, self.experts, self.topk)?;
+        check_groups(self.name(), self.experts, self.topk, self.groups)?;
         let flag = |b: bool| (b as u32).to_string();
         let mut defines = defines(self.experts, self.topk, self.score, self.pre_softmax);
         defines.push(("FORCED", flag(self.forced.is_some())));
         defines.push(("SKEW", flag(self.skew)));
         defines.push(("BIAS", flag(self.expert_bias)));
+        let Groups { count, chosen } = self.groups.unwrap_or(Groups { count: 1, chosen: 1 });
+        defines.push(("GROUPS", count.to_string()));
+        defines.push(("GROUPS_CHOSEN", chosen.to_string()));
         let none = DevPtr(0);
         let words = if self.forced.is_some() { args[1] } else { none };
         let out = self.outputs_at();
@@ -221,6 +258,9 @@ impl Op for RouterBwd {
         let mut defines = defines(self.experts, self.topk, self.score, self.pre_softmax);
         for name in ["FORCED", "SKEW", "BIAS"] {
             defines.push((name, "0".to_string()));
+        }
+        for name in ["GROUPS", "GROUPS_CHOSEN"] {
+            defines.push((name, "1".to_string()));
         }
         let kernel = cuda.kernel(SOURCE, "router_bwd", &defines, 0)?;
         let config = Config::linear(self.tokens.div_ceil(TOKENS_PER_BLOCK), THREADS);

@@ -1,6 +1,6 @@
 //! CPU reference of the router.
 
-use super::{RouterBwd, RouterFwd, SUM_EPS};
+use super::{Groups, RouterBwd, RouterFwd, SUM_EPS};
 use crate::config::ScoreFunction;
 use crate::device::DeviceError;
 use crate::ops::cpu_args::Slot;
@@ -33,6 +33,29 @@ fn choose<T: Real>(values: &[T], out: &mut [i32]) {
     }
 }
 
+/// [`choose`] among the experts of the best groups: those whose `out.len() / chosen` largest values have the
+/// largest sums, the lower group first among equals.
+fn choose_in_groups<T: Real>(values: &[T], Groups { count, chosen }: Groups, out: &mut [i32]) {
+    let size = values.len() / count;
+    let mut top = vec![0; out.len() / chosen];
+    let sums: Vec<T> = values
+        .chunks(size)
+        .map(|group| {
+            choose(group, &mut top);
+            top.iter().map(|&e| group[e as usize]).sum()
+        })
+        .collect();
+    let mut best = vec![0; chosen];
+    choose(&sums, &mut best);
+    let mut groups: Vec<usize> = best.into_iter().map(|g| g as usize).collect();
+    groups.sort_unstable();
+    // In the order of the experts, so that the lower one is first among equals.
+    let experts: Vec<usize> = groups.iter().flat_map(|g| g * size..(g + 1) * size).collect();
+    let kept: Vec<T> = experts.iter().map(|&e| values[e]).collect();
+    choose(&kept, out);
+    out.iter_mut().for_each(|e| *e = experts[*e as usize] as i32);
+}
+
 impl RouterFwd {
     /// Forced logit of (token, expert), in f32 on every device: the choice must not depend on it.
     fn forced_logit(&self, rng: &Rng, words: &[i32], t: usize, e: usize) -> f32 {
@@ -43,6 +66,7 @@ impl RouterFwd {
     pub(super) fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let (experts, topk) = (self.experts, self.topk);
         super::check(self.name(), self.tokens, experts, topk)?;
+        super::check_groups(self.name(), experts, topk, self.groups)?;
         let out = self.outputs_at();
         let logits = args.input(0)?;
         let words = if self.forced.is_some() { args.ints(1)? } else { &[] };
@@ -66,14 +90,16 @@ impl RouterFwd {
                     scores.iter_mut().for_each(|x| *x = T::of(1.0) / (T::of(1.0) + (-*x).exp()))
                 }
             }
-            match bias {
-                None => choose(&logits, index),
-                Some(bias) => {
-                    let biased: Vec<T> = scores.iter().zip(bias).map(|(&s, &b)| s + b).collect();
-                    choose(&biased, index);
-                }
-            }
             let post_softmax = self.score == ScoreFunction::Softmax && !self.pre_softmax;
+            let biased: Option<Vec<T>> =
+                bias.map(|bias| scores.iter().zip(bias).map(|(&s, &b)| s + b).collect());
+            match (self.groups, &biased) {
+                (None, None) => choose(&logits, index),
+                (None, Some(biased)) => choose(biased, index),
+                (Some(groups), None) if post_softmax => choose_in_groups(&logits, groups, index),
+                (Some(groups), None) => choose_in_groups(scores, groups, index),
+                (Some(groups), Some(biased)) => choose_in_groups(biased, groups, index),
+            }
             let from = if post_softmax { &logits[..] } else { &scores[..] };
             for (p, &e) in probs.iter_mut().zip(index.iter()) {
                 *p = from[e as usize];
@@ -164,6 +190,7 @@ pub(super) fn consistent_inputs(op: &RouterBwd, seed: u64) -> Option<Vec<Vec<f64
         forced: None,
         skew: false,
         expert_bias: false,
+        groups: None,
     };
     let (mut scores, mut probs) = (vec![0f32; t * e], vec![0f32; t * k]);
     let (mut index, mut counts) = (vec![0i32; t * k], vec![0i32; e]);

@@ -12,6 +12,7 @@ fn forward(tokens: usize, experts: usize, topk: usize, score: ScoreFunction, pre
         forced: None,
         skew: false,
         expert_bias: false,
+        groups: None,
     }
 }
 
@@ -144,6 +145,74 @@ fn bf16_gradient_is_within_tolerance_of_f64() {
         let error = norm(&mut want[5].iter().zip(&got[5]).map(|(a, b)| a - b));
         assert!(error <= op.tolerance(5) * norm(&mut want[5].iter().copied()));
     }
+}
+
+/// Written anew from the definition: score every group, sort the groups, sort the experts of the best.
+fn naive_choice(values: &[f64], groups: Groups, topk: usize) -> Vec<f64> {
+    let size = values.len() / groups.count;
+    let descending = |indices: &mut Vec<usize>, of: &dyn Fn(usize) -> f64| {
+        indices.sort_by(|&a, &b| of(b).partial_cmp(&of(a)).unwrap());
+    };
+    let score = |g: usize| {
+        let mut members: Vec<f64> = values[g * size..(g + 1) * size].to_vec();
+        members.sort_by(|a, b| b.partial_cmp(a).unwrap());
+        members[..topk / groups.chosen].iter().sum::<f64>()
+    };
+    let mut order: Vec<usize> = (0..groups.count).collect();
+    descending(&mut order, &score);
+    let kept = &order[..groups.chosen];
+    let mut experts: Vec<usize> = (0..values.len()).filter(|e| kept.contains(&(e / size))).collect();
+    descending(&mut experts, &|e| values[e]);
+    experts[..topk].iter().map(|&e| e as f64).collect()
+}
+
+#[test]
+fn experts_come_from_the_best_groups() {
+    let (tokens, experts) = (40, 24);
+    for (count, chosen, topk) in [(4, 2, 4), (8, 4, 8), (3, 1, 2), (6, 3, 3), (24, 4, 4)] {
+        let groups = Groups { count, chosen };
+        for (score, pre) in KINDS {
+            for biased in [false, true] {
+                let op = RouterFwd {
+                    groups: Some(groups),
+                    expert_bias: biased,
+                    ..forward(tokens, experts, topk, score, pre)
+                };
+                let logits = normals(tokens * experts, 7, 1.0);
+                let bias = normals(experts, 8, 0.2);
+                let mut values = vec![logits.clone()];
+                values.extend(biased.then(|| bias.clone()));
+                values.extend([vec![], vec![], vec![], vec![]]);
+                let out = run_f64(&op, &values);
+                let (scores, index) = (&out[1 + biased as usize], &out[3 + biased as usize]);
+                for t in 0..tokens {
+                    let scores = &scores[t * experts..][..experts];
+                    let of_choice: Vec<f64> = match (biased, score == ScoreFunction::Softmax && !pre) {
+                        (true, _) => scores.iter().zip(&bias).map(|(s, b)| s + b).collect(),
+                        (false, true) => logits[t * experts..][..experts].to_vec(),
+                        (false, false) => scores.to_vec(),
+                    };
+                    let want = naive_choice(&of_choice, groups, topk);
+                    assert_eq!(index[t * topk..][..topk], want, "{groups:?} {score:?} {biased}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn impossible_groups_are_refused() {
+    let refused = |experts, topk, count, chosen| {
+        let message = check_groups("router_fwd", experts, topk, Some(Groups { count, chosen }));
+        message.unwrap_err().to_string()
+    };
+    assert!(refused(24, 4, 5, 2).contains("equal size"));
+    for (experts, topk, count, chosen) in
+        [(24, 4, 4, 5), (24, 8, 8, 2), (24, 4, 0, 1), (64, 2, 64, 2), (8, 2, 4, 0)]
+    {
+        refused(experts, topk, count, chosen);
+    }
+    assert!(check_groups("router_fwd", 256, 8, Some(Groups { count: 8, chosen: 4 })).is_ok());
 }
 
 #[test]

@@ -9,7 +9,7 @@ extern "C" __global__ void step_begin(unsigned* words, float* loss) {
     loss[0] = 0.f;
 }
 
-extern "C" __global__ void micro_batch_advance(unsigned* words) { words[WORD_MICRO_BATCH] += 1; }
+extern "C" __global__ void micro_batch_set(unsigned* words, unsigned micro_batch) { words[WORD_MICRO_BATCH] = micro_batch; }
 
 // cos(pi r) for r in [0, 1] as sin(pi (1/2 - r)), the sine by its Taylor series up to y^13 (|y| <= pi/2: the next
 // term is below 7e-10). Only correctly rounded products and sums: the CPU's bits, see StepEnd::learning_rate.

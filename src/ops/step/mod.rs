@@ -7,7 +7,7 @@ mod words;
 
 pub use memory::{Copy, RandomFill, Zero};
 pub use tokens::TokenGen;
-pub use words::{MicroBatchAdvance, StepBegin, StepEnd};
+pub use words::{MicroBatchSet, StepBegin, StepEnd};
 
 use crate::device::cuda::prep::KernelSource;
 

@@ -18,11 +18,14 @@ const SAMPLE_LR: f32 = 1e-3;
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepBegin;
 
-/// Start of the next micro-batch of the step: its word grows by one.
+/// From here on draws are those of this micro-batch. Passes of several micro-batches interleave in a pipeline, and a
+/// graph serves more than one micro-batch: so the number stands in device memory, set by a launch before the pass.
 ///
 /// Arguments: words `[WORDS]` (updated).
 #[derive(Debug, Clone, PartialEq)]
-pub struct MicroBatchAdvance;
+pub struct MicroBatchSet {
+    pub micro_batch: u32,
+}
 
 /// End of a step: the step grows by one, the micro-batch is 0 again, the learning rate is that of the new step.
 ///
@@ -156,17 +159,16 @@ impl Op for StepBegin {
     }
 }
 
-impl MicroBatchAdvance {
+impl MicroBatchSet {
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
-        let words = args.ints_out(0)?;
-        words[WORD_MICRO_BATCH] = words[WORD_MICRO_BATCH].wrapping_add(1);
+        args.ints_out(0)?[WORD_MICRO_BATCH] = self.micro_batch as i32;
         Ok(())
     }
 }
 
-impl Op for MicroBatchAdvance {
+impl Op for MicroBatchSet {
     fn name(&self) -> &'static str {
-        "micro_batch_advance"
+        "micro_batch_set"
     }
     fn args(&self) -> Vec<ArgSpec> {
         vec![words_arg()]
@@ -186,8 +188,8 @@ impl Op for MicroBatchAdvance {
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         let [words] = addresses(self.name(), args)?;
-        let kernel = cuda.kernel(SOURCE, "micro_batch_advance", &[], 0)?;
-        cuda.launch(&kernel, Config::linear(1, 1), &[words.into()])
+        let kernel = cuda.kernel(SOURCE, "micro_batch_set", &[], 0)?;
+        cuda.launch(&kernel, Config::linear(1, 1), &[words.into(), self.micro_batch.into()])
     }
 }
 
@@ -229,8 +231,8 @@ mod tests {
         let (seed_lo, seed_hi) = (words[WORD_SEED_LO], words[WORD_SEED_HI]);
         words[WORD_STEP] = 9.0;
         words[WORD_MICRO_BATCH] = 1.0;
-        let words = run_f64(&MicroBatchAdvance, &[words]).remove(0);
-        assert_eq!(words[WORD_MICRO_BATCH], 2.0);
+        let words = run_f64(&MicroBatchSet { micro_batch: 7 }, &[words]).remove(0);
+        assert_eq!((words[WORD_STEP], words[WORD_MICRO_BATCH]), (9.0, 7.0));
         let words = run_f64(&SCHEDULE, &[words]).remove(0);
         assert_eq!((words[WORD_STEP], words[WORD_MICRO_BATCH]), (10.0, 0.0));
         assert_eq!(f32::from_bits(words[WORD_LR] as u32), 3e-4);
@@ -245,7 +247,7 @@ mod tests {
     #[test]
     fn kernels_prepare() {
         let mut offline = OfflinePrep::new("sm_90a").unwrap();
-        let ops: [&dyn Op; 3] = [&StepBegin, &MicroBatchAdvance, &SCHEDULE];
+        let ops: [&dyn Op; 3] = [&StepBegin, &MicroBatchSet { micro_batch: 1 }, &SCHEDULE];
         for op in ops {
             offline.prepare(op).unwrap();
         }

@@ -68,7 +68,10 @@ fn layer_counts(input: &ShareInput) -> Result<Vec<usize>, ShareError> {
         let left = layers
             .checked_sub(given)
             .ok_or_else(|| uneven(format!("the first and last stage alone have {given}; lower them")))?;
-        if (middle == 0 && left > 0) || (middle > 0 && left % middle != 0) {
+        if first == Some(0) || last == Some(0) {
+            return Err(uneven("the first and the last stage must have a layer at least".to_owned()));
+        }
+        if (middle == 0) != (left == 0) || (middle > 0 && left % middle != 0) {
             return Err(uneven(format!(
                 "{left} layers are left for {middle} middle stages; change -pp or the counts"
             )));
@@ -158,10 +161,15 @@ fn from_layout(input: &ShareInput, layout: &str) -> Result<Vec<Stage>, ShareErro
         ("layers", 't', start, input.layers.len()),
         ("multi-token-prediction layers", 'm', mtp, input.mtp_layers),
     ] {
-        // One `m` stands for all multi-token-prediction layers.
-        if has != needed && !(letter == 'm' && has == 1 && needed > 1) {
+        if has != needed {
             return Err(wrong(format!("it has {has} {what} (`{letter}`), the model has {needed}")));
         }
+    }
+    let placed = stages.iter().filter(|s| s.mtp > 0).count() <= 1
+        && stages.iter().rev().take(pp).filter(|s| s.mtp > 0).count() == usize::from(mtp > 0)
+        && letters.rfind('t').unwrap_or(0) <= letters.find('m').unwrap_or(letters.len());
+    if !placed {
+        return Err(wrong("all `m` must stand in one of the last pp stages, after the last `t`".to_owned()));
     }
     let ends = (letters.starts_with('E'), letters.ends_with('L'));
     let once = |letter| letters.matches(letter).count() == 1;

@@ -129,3 +129,110 @@ fn every_recipe_has_a_share() {
     }
     assert_eq!(refused, [13, 2, 2, 11]);
 }
+
+/// What a stage holds, in the letters of tests/data/pipeline_stages.tsv.
+fn letters(stage: &Stage, layers: &[LayerKind]) -> String {
+    let letter = |kind: LayerKind| match kind {
+        LayerKind::Dense | LayerKind::DeltaDense => 'd',
+        LayerKind::Moe | LayerKind::DeltaMoe => 'e',
+        LayerKind::Mamba => 'M',
+        LayerKind::AttnOnly => 'a',
+        LayerKind::MlpOnly => 'f',
+        LayerKind::MoeOnly => 'x',
+    };
+    let mut text = String::from(if stage.embedding { "E" } else { "" });
+    for run in layers[stage.layers.clone()].chunk_by(|a, b| letter(*a) == letter(*b)) {
+        text.push_str(&format!("{}{}", letter(run[0]), run.len()));
+    }
+    text.push_str(&"m".repeat(stage.mtp));
+    text.push_str(if stage.loss { "L" } else { "" });
+    if text.is_empty() { "0".into() } else { text }
+}
+
+/// Layer kinds of each stage of every recipe with a pipeline, against upstream's own split of the same facts.
+#[test]
+fn stages_of_every_recipe_are_upstreams() {
+    let table = include_str!("../../../tests/data/pipeline_stages.tsv");
+    let mut expected: std::collections::BTreeMap<&str, &str> = table
+        .lines()
+        .filter(|l| !l.starts_with('#') && !l.starts_with("function"))
+        .filter_map(|l| l.split_once('\t'))
+        .collect();
+    assert_eq!(expected.len(), 192);
+    let catalogue = Catalogue::load(None).unwrap();
+    let mut refused = 0;
+    for recipe in catalogue.recipes() {
+        let input = ShareInput::of_values(&recipe.values, recipe.num_gpus).unwrap();
+        if input.pp == 1 {
+            continue;
+        }
+        let (Ok(stages), Some(row)) = (pipeline_stages(&input), expected.remove(recipe.function.as_str()))
+        else {
+            assert!(recipe.impossible().is_some(), "{} is refused on one side", recipe.function);
+            refused += 1;
+            continue;
+        };
+        let texts: Vec<String> = stages.iter().map(|s| letters(s, &input.layers)).collect();
+        let runs: Vec<String> = texts
+            .chunk_by(|a, b| a == b)
+            .map(|run| if run.len() > 1 { format!("{}*{}", run[0], run.len()) } else { run[0].clone() })
+            .collect();
+        assert_eq!(format!("{}\t{}\t{}", input.pp, input.vp, runs.join(" ")), row, "{}", recipe.function);
+        // Each rank's layers are those of its stages, in the order of the chunks.
+        for pp_rank in 0..input.pp {
+            let Ok(share) = RankShare::from_input(&ShareInput { pp_rank, ..input.clone() }) else { continue };
+            let own: Vec<&Stage> = stages.iter().skip(pp_rank).step_by(input.pp).collect();
+            assert_eq!(share.chunks.len(), input.vp);
+            for (chunk, stage) in share.chunks.iter().zip(own) {
+                let indices = share.layers[chunk.clone()].iter().map(|l| l.index);
+                assert!(indices.eq(stage.layers.clone()), "{} rank {pp_rank}", recipe.function);
+            }
+        }
+    }
+    assert!(expected.is_empty(), "no recipe is called {:?}", expected.keys());
+    assert_eq!(refused, 13);
+}
+
+#[test]
+fn layouts_hold_upstreams_restrictions() {
+    let with = |pp: usize, vp: usize, layers: usize, mtp_layers: usize, layout: &str| {
+        pipeline_stages(&ShareInput {
+            pp,
+            vp,
+            mtp_layers,
+            pipeline_layout: Some(layout.to_owned()),
+            ..dense(layers)
+        })
+    };
+    assert!(with(2, 1, 3, 1, "Ett|tmL").is_ok());
+    assert!(with(2, 2, 3, 1, "Et|tt|m|L").is_ok());
+    for (layout, layers, mtp) in [
+        ("Ett|tmL", 3, 0),
+        ("Ett|tmL", 3, 2),
+        ("Etmt|tL", 3, 1),
+        ("Ettm|tL", 3, 1),
+        ("Ett|tL", 4, 0),
+        ("tt|tL", 3, 0),
+        ("Ett|t", 3, 0),
+        ("EttL|tL", 3, 0),
+    ] {
+        assert!(with(2, 1, layers, mtp, layout).is_err(), "{layout}");
+    }
+    assert!(with(2, 2, 3, 1, "Et|ttm|L").is_err(), "three stages for pp 2 x vp 2");
+    assert!(with(2, 2, 4, 2, "Ett|tt|m|mL").is_err(), "multi-token prediction in two stages");
+    assert!(
+        with(2, 2, 3, 1, "Ett|tm||L").is_err(),
+        "multi-token prediction in a stage that is not a rank's last"
+    );
+    let ends = |first, last, layers| {
+        pipeline_stages(&ShareInput {
+            pp: 3,
+            first_stage_layers: Some(first),
+            last_stage_layers: Some(last),
+            ..dense(layers)
+        })
+    };
+    assert!(ends(3, 3, 10).is_ok());
+    assert!(ends(0, 3, 10).is_err());
+    assert!(ends(5, 5, 10).is_err(), "nothing is left for the middle");
+}

@@ -15,7 +15,7 @@ pub enum Pass {
     Backward,
 }
 
-/// One causal attention over whole sequences, scores scaled by 1 / sqrt(head_dim), bf16 with fp32 accumulation.
+/// One causal attention over whole sequences, bf16 with fp32 accumulation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SdpaSpec {
     pub pass: Pass,
@@ -25,7 +25,12 @@ pub struct SdpaSpec {
     pub kv_heads: usize,
     /// Query rows and keys of a sequence.
     pub seq: usize,
+    /// Width of a query and key head.
     pub head_dim: usize,
+    /// Width of a value head.
+    pub head_dim_v: usize,
+    /// Factor of the scores, as the bits of an f32.
+    pub scale_bits: u32,
     /// Backward: sums in a fixed order (slower).
     pub deterministic: bool,
 }
@@ -71,7 +76,7 @@ const HEAD_MULTIPLE: usize = 8;
 impl SdpaSpec {
     /// Factor of the scores.
     pub fn scale(&self) -> f32 {
-        (1.0 / (self.head_dim as f64).sqrt()) as f32
+        f32::from_bits(self.scale_bits)
     }
 
     /// Whether two runs may differ in bits.
@@ -120,7 +125,7 @@ impl SdpaSpec {
         // The library divides by heads before it looks at them.
         if self.extents().contains(&0)
             || !self.q_heads.is_multiple_of(self.kv_heads)
-            || !self.head_dim.is_multiple_of(HEAD_MULTIPLE)
+            || [self.head_dim, self.head_dim_v].iter().any(|d| *d == 0 || !d.is_multiple_of(HEAD_MULTIPLE))
         {
             return Err(CudnnError::own("attention", format!("no legal extents: {self:?}")));
         }
@@ -134,9 +139,17 @@ impl SdpaSpec {
         let [b, h, _, s, d] = self.extents();
         [b, h, s, d]
     }
-    fn kv_dims(&self) -> Dims {
+    fn o_dims(&self) -> Dims {
+        let [b, h, _, s, _] = self.extents();
+        [b, h, s, self.head_dim_v as i64]
+    }
+    fn k_dims(&self) -> Dims {
         let [b, _, h, s, d] = self.extents();
         [b, h, s, d]
+    }
+    fn v_dims(&self) -> Dims {
+        let [b, _, h, s, _] = self.extents();
+        [b, h, s, self.head_dim_v as i64]
     }
     fn score_dims(&self) -> Dims {
         let [b, h, _, s, _] = self.extents();
@@ -150,11 +163,11 @@ impl SdpaSpec {
     fn forward(&self) -> Result<GraphBuilder, CudnnError> {
         let mut g = GraphBuilder::new("forward");
         let (bf16, f32_) = (Data::CUDNN_DATA_BFLOAT16, Data::CUDNN_DATA_FLOAT);
-        let (qd, kd) = (self.q_dims(), self.kv_dims());
+        let (qd, kd, vd, od) = (self.q_dims(), self.k_dims(), self.v_dims(), self.o_dims());
         let q = g.outer(uid::Q, "q", bf16, qd, interleaved(qd))?;
         let kt = g.outer(uid::K, "k^T", bf16, transposed(kd), transposed(interleaved(kd)))?;
-        let v = g.outer(uid::V, "v", bf16, kd, interleaved(kd))?;
-        let o = g.outer(uid::O, "o", bf16, qd, interleaved(qd))?;
+        let v = g.outer(uid::V, "v", bf16, vd, interleaved(vd))?;
+        let o = g.outer(uid::O, "o", bf16, od, interleaved(od))?;
         let lse = g.outer(uid::LSE, "lse", f32_, self.row_dims(), packed(self.row_dims()))?;
         let scale = g.scalar("scale", self.scale())?;
 
@@ -182,17 +195,17 @@ impl SdpaSpec {
     fn backward(&self, version: usize) -> Result<GraphBuilder, CudnnError> {
         let mut g = GraphBuilder::new("backward");
         let (bf16, f32_) = (Data::CUDNN_DATA_BFLOAT16, Data::CUDNN_DATA_FLOAT);
-        let (qd, kd) = (self.q_dims(), self.kv_dims());
+        let (qd, kd, vd, od) = (self.q_dims(), self.k_dims(), self.v_dims(), self.o_dims());
         let row = self.row_dims();
         let q = g.outer(uid::Q, "q", bf16, qd, interleaved(qd))?;
         let kt = g.outer(uid::K, "k^T", bf16, transposed(kd), transposed(interleaved(kd)))?;
-        let vt = g.outer(uid::V, "v^T", bf16, transposed(kd), transposed(interleaved(kd)))?;
-        let o = g.outer(uid::O, "o", bf16, qd, interleaved(qd))?;
+        let vt = g.outer(uid::V, "v^T", bf16, transposed(vd), transposed(interleaved(vd)))?;
+        let o = g.outer(uid::O, "o", bf16, od, interleaved(od))?;
         let lse = g.outer(uid::LSE, "lse", f32_, row, packed(row))?;
-        let d_o = g.outer(uid::D_O, "do", bf16, qd, interleaved(qd))?;
+        let d_o = g.outer(uid::D_O, "do", bf16, od, interleaved(od))?;
         let dq = g.outer(uid::DQ, "dq", bf16, qd, interleaved(qd))?;
         let dk = g.outer(uid::DK, "dk", bf16, kd, interleaved(kd))?;
-        let dv = g.outer(uid::DV, "dv", bf16, kd, interleaved(kd))?;
+        let dv = g.outer(uid::DV, "dv", bf16, vd, interleaved(vd))?;
         let scale = g.scalar("scale", self.scale())?;
         let one = g.scalar("one", 1.0)?;
         let lengths = if self.spells_lengths(version) {
@@ -228,7 +241,7 @@ impl SdpaSpec {
 
         // dv = p^T do, summed over the query heads of a group.
         let pt = g.transpose("p^T", bf16, p)?;
-        self.kv_gradient(&mut g, "dv", pt, d_o, dv, Bounds { m: keys, n: None, k: rows })?;
+        self.kv_gradient(&mut g, "dv", od, pt, d_o, dv, Bounds { m: keys, n: None, k: rows })?;
 
         // ds = scale p (do v^T - delta); dk = ds^T q.
         let dp = g.inner("dp", f32_, self.score_dims(), packed(self.score_dims()))?;
@@ -237,7 +250,7 @@ impl SdpaSpec {
         let weighted = g.map("weighted", Mode::CUDNN_POINTWISE_MUL, &[centred, p])?;
         let ds = g.map("ds", Mode::CUDNN_POINTWISE_MUL, &[weighted, scale])?;
         let dst = g.transpose("ds^T", bf16, ds)?;
-        self.kv_gradient(&mut g, "dk", dst, q, dk, Bounds { m: keys, n: None, k: rows })?;
+        self.kv_gradient(&mut g, "dk", qd, dst, q, dk, Bounds { m: keys, n: None, k: rows })?;
 
         // dq = ds k. Written at once it is summed in a fixed order; through an fp32 buffer, in any.
         let k = g.transpose("k", bf16, kt)?;
@@ -252,11 +265,13 @@ impl SdpaSpec {
         Ok(g)
     }
 
-    /// out = a b with the query heads of each group added up.
+    /// out = a b with the query heads of each group added up; `full`: extents of a b.
+    #[allow(clippy::too_many_arguments)]
     fn kv_gradient(
         &self,
         g: &mut GraphBuilder,
         name: &str,
+        full: Dims,
         a: Tensor,
         b: Tensor,
         out: Tensor,
@@ -265,7 +280,6 @@ impl SdpaSpec {
         if self.q_heads == self.kv_heads {
             return g.matmul(a, b, out, bounds);
         }
-        let full = self.q_dims();
         let all = format!("{name} of every query head");
         let all = g.inner(&all, Data::CUDNN_DATA_BFLOAT16, full, packed(full))?;
         g.matmul(a, b, all, bounds)?;
@@ -304,7 +318,17 @@ mod tests {
     use super::*;
 
     fn spec(pass: Pass, seq: usize, deterministic: bool) -> SdpaSpec {
-        SdpaSpec { pass, batch: 2, q_heads: 8, kv_heads: 2, seq, head_dim: 64, deterministic }
+        SdpaSpec {
+            pass,
+            batch: 2,
+            q_heads: 8,
+            kv_heads: 2,
+            seq,
+            head_dim: 64,
+            head_dim_v: 64,
+            scale_bits: 0.125f32.to_bits(),
+            deterministic,
+        }
     }
 
     #[test]

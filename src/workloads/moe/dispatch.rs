@@ -1,0 +1,273 @@
+//! Rows to their experts and back: permutation, transfer, second permutation, combination.
+
+use super::super::{Stack, WorkloadError};
+use super::Dims;
+use super::router::Routes;
+use crate::config::ExpertGemm;
+use crate::ops::collective::{Collective, CountsToHost, StandIn};
+use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
+use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
+
+/// Rows as the experts see them.
+#[derive(Clone, Copy)]
+pub(super) struct ExpertRows {
+    /// bf16 `[rows, width]`, sorted by local expert.
+    pub rows: BufId,
+    /// f32 `[rows]`.
+    pub row_probs: BufId,
+    /// First row of each local expert, i32 `[local + 1]`.
+    pub offsets: BufId,
+}
+
+impl Dims {
+    /// Sum over the chosen experts, nothing added.
+    fn combine(&self) -> CombineRows {
+        CombineRows {
+            tokens: self.t,
+            topk: self.topk,
+            rows: self.rows,
+            hidden: self.w,
+            residual: false,
+            shared: false,
+            dprobs: false,
+        }
+    }
+}
+
+impl Stack<'_> {
+    /// The buffers that [`Self::dispatch`] fills.
+    pub(super) fn expert_rows(&mut self, l: usize, d: &Dims) -> ExpertRows {
+        let [rows, row_probs, offsets] = if d.two_sorts {
+            ["moe.sorted", "moe.sorted_probs", "moe.local_offsets"]
+        } else {
+            ["moe.rows", "moe.row_probs", "moe.offsets"]
+        };
+        ExpertRows {
+            rows: self.act(l, rows, &[d.rows, d.w]),
+            row_probs: self.act_as(l, row_probs, DType::F32, &[d.rows]),
+            offsets: self.act_as(l, offsets, DType::I32, &[d.local + 1]),
+        }
+    }
+
+    /// Row of every choice (-1 none), and choice of every row (-1 none).
+    fn dispatch_map(&mut self, l: usize, d: &Dims) -> (BufId, BufId) {
+        (
+            self.act_as(l, "moe.dest", DType::I32, &[d.t * d.topk]),
+            self.act_as(l, "moe.src", DType::I32, &[d.rows]),
+        )
+    }
+
+    /// Sends the rows of `y [split_tokens, hidden]` to their experts. Begins in `moe_preprocess`, ends in `moe_experts`.
+    pub(super) fn dispatch(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        y: BufId,
+        routes: Routes,
+    ) -> Result<ExpertRows, WorkloadError> {
+        self.b.at(Some(l), Part::MoePreprocess, Pass::Forward);
+        let y = self.latent_down(l, d, y)?;
+        let offsets = self.act_as(l, "moe.offsets", DType::I32, &[d.bins + 1]);
+        let (dest, src) = self.dispatch_map(l, d);
+        let fault = self.overflow_word(l);
+        let sort = MoeSort {
+            tokens: d.t,
+            topk: d.topk,
+            experts: d.bins,
+            modulo: !d.two_sorts,
+            capacity: d.capacity,
+            rows: d.rows,
+        };
+        self.b.launch(sort, &[routes.index, routes.probs, offsets, dest, src, fault]);
+        if d.flex {
+            self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
+            self.counts_to_host(l, d, offsets);
+        }
+        let rows = self.act(l, "moe.rows", &[d.rows, d.w]);
+        let row_probs = self.act_as(l, "moe.row_probs", DType::F32, &[d.rows]);
+        self.b.launch(
+            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.w, div: d.topk, probs: true },
+            &[y, src, routes.probs, rows, row_probs],
+        );
+        self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
+        if !d.flex {
+            self.counts_to_host(l, d, offsets);
+        }
+        if !d.two_sorts {
+            return Ok(ExpertRows { rows, row_probs, offsets });
+        }
+        let sent = self.all_to_all(l, "moe.rows", rows, DType::Bf16, d.rows, d.w);
+        let sent_probs = self.all_to_all(l, "moe.row_probs", row_probs, DType::F32, d.rows, 1);
+        let [map, inverse] =
+            ["moe.chunk_src", "moe.chunk_dest"].map(|n| self.act_as(l, n, DType::I32, &[d.rows]));
+        let sorted = self.expert_rows(l, d);
+        self.b.launch(
+            ChunkMap { experts: d.experts, local: d.local, rows: d.rows },
+            &[offsets, sorted.offsets, map, inverse],
+        );
+        self.b.launch(
+            GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: true },
+            &[sent, map, sent_probs, sorted.rows, sorted.row_probs],
+        );
+        Ok(sorted)
+    }
+
+    /// Brings the experts' rows back and sums them over the chosen experts, with the shared expert and the residual.
+    pub(super) fn combine(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        rows: BufId,
+        x: BufId,
+        shared: Option<BufId>,
+    ) -> Result<BufId, WorkloadError> {
+        let rows = if d.two_sorts { self.unsort_and_return(l, d, "moe.out", rows, None).0 } else { rows };
+        let (dest, _) = self.dispatch_map(l, d);
+        if d.latent {
+            let sum = self.act(l, "moe.latent_sum", &[d.t, d.w]);
+            self.b.launch(d.combine(), &[rows, dest, sum]);
+            return self.latent_up(l, d, sum, x, shared);
+        }
+        let dropped = self.cfg.model.hidden_dropout > 0.0;
+        let sum = self.act(l, if dropped { "moe.sum" } else { "moe.residual_out" }, &[d.t, d.h]);
+        let op = CombineRows { residual: !dropped, shared: shared.is_some(), ..d.combine() };
+        let mut args = vec![rows, dest];
+        args.extend((!dropped).then_some(x));
+        args.extend(shared);
+        args.push(sum);
+        self.b.launch(op, &args);
+        if !dropped {
+            return Ok(sum);
+        }
+        let out = self.act(l, "moe.residual_out", &[d.t, d.h]);
+        self.add_residual(l, "moe", sum, x, out);
+        Ok(out)
+    }
+
+    /// Sends the gradient of the sum, `[split_tokens, width]`, to the experts: `[rows, width]`.
+    pub(super) fn combine_backward(&mut self, l: usize, d: &Dims, dsum: BufId) -> BufId {
+        let (_, src) = self.dispatch_map(l, d);
+        let drows = self.act(l, "moe.drows", &[d.rows, d.w]);
+        self.b.launch(
+            GatherRows { rows: d.rows, in_rows: d.t, hidden: d.w, div: d.topk, probs: false },
+            &[dsum, src, drows],
+        );
+        if !d.two_sorts {
+            return drows;
+        }
+        let sent = self.all_to_all(l, "moe.drows", drows, DType::Bf16, d.rows, d.w);
+        let map = self.act_as(l, "moe.chunk_src", DType::I32, &[d.rows]);
+        let sorted = self.act(l, "moe.dsorted", &[d.rows, d.w]);
+        self.b.launch(
+            GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: false },
+            &[sent, map, sorted],
+        );
+        sorted
+    }
+
+    /// Brings the gradients of the experts' rows and probabilities back: `[split_tokens, width]`, `[split_tokens, topk]`.
+    pub(super) fn dispatch_backward(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        mut dx_rows: BufId,
+        mut drow_probs: BufId,
+    ) -> (BufId, BufId) {
+        if d.two_sorts {
+            let (rows, probs) = self.unsort_and_return(l, d, "moe.dx", dx_rows, Some(drow_probs));
+            dx_rows = rows;
+            drow_probs = probs.unwrap_or(drow_probs);
+        }
+        if !d.flex {
+            self.b.at(Some(l), Part::MoePreprocess, Pass::Backward);
+        }
+        let (dest, _) = self.dispatch_map(l, d);
+        let dy_experts = self.act(l, "moe.dy_experts", &[d.t, d.w]);
+        let dprobs = self.act_as(l, "moe.dprobs", DType::F32, &[d.t, d.topk]);
+        let op = CombineRows { dprobs: true, ..d.combine() };
+        self.b.launch(op, &[dx_rows, dest, drow_probs, dy_experts, dprobs]);
+        (dy_experts, dprobs)
+    }
+
+    /// Where the offsets of the sorted rows lie on the host.
+    pub(super) fn host_counts(&mut self, l: usize, d: &Dims) -> BufId {
+        // One a slot: the backward's products read it after later micro-batches' forward passes.
+        let name = self.b.in_slot(&format!("l{l}.moe.host_counts"));
+        self.b.buffer(&name, DType::I32, &[d.bins + 1], Lifetime::Host, Init::Const { value: 0.0 })
+    }
+
+    /// Dropless dispatch sizes its messages on the host: counts are copied and waited for, as upstream.
+    fn counts_to_host(&mut self, l: usize, d: &Dims, offsets: BufId) {
+        // A bare stack has no messages, but products an expert are sized on the host all the same.
+        let per_expert = self.moe().is_ok_and(|m| m.expert_gemm == ExpertGemm::PerExpert);
+        if !d.host_counts || (self.cfg.stack_only && !per_expert) {
+            return;
+        }
+        let host = self.host_counts(l, d);
+        self.b.launch(CountsToHost { len: d.bins + 1 }, &[offsets, host]);
+    }
+
+    fn all_to_all(
+        &mut self,
+        l: usize,
+        name: &str,
+        x: BufId,
+        dtype: DType,
+        rows: usize,
+        cols: usize,
+    ) -> BufId {
+        let shape: &[usize] = if cols == 1 { &[rows] } else { &[rows, cols] };
+        let out = self.act_as(l, &format!("{name}.received"), dtype, shape);
+        self.b.launch(
+            StandIn { kind: Collective::AllToAll, rows, cols, ranks: self.cfg.parallel.ep, dtype },
+            &[x, out],
+        );
+        out
+    }
+
+    /// Sorted rows, and one number a row, back into the order they came in, and back to their senders.
+    fn unsort_and_return(
+        &mut self,
+        l: usize,
+        d: &Dims,
+        name: &str,
+        rows: BufId,
+        scalars: Option<BufId>,
+    ) -> (BufId, Option<BufId>) {
+        let inverse = self.act_as(l, "moe.chunk_dest", DType::I32, &[d.rows]);
+        let unsorted = self.act(l, &format!("{name}.unsorted"), &[d.rows, d.w]);
+        let op = GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: scalars.is_some() };
+        let Some(scalars) = scalars else {
+            self.b.launch(op, &[rows, inverse, unsorted]);
+            return (self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.w), None);
+        };
+        let name_of_scalars = format!("{name}.scalars");
+        let unsorted_scalars = self.act_as(l, &format!("{name_of_scalars}.unsorted"), DType::F32, &[d.rows]);
+        self.b.launch(op, &[rows, inverse, scalars, unsorted, unsorted_scalars]);
+        let returned = self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.w);
+        (returned, Some(self.all_to_all(l, &name_of_scalars, unsorted_scalars, DType::F32, d.rows, 1)))
+    }
+
+    /// Set when more rows arrive than the buffers hold: one word a layer, in one buffer.
+    fn overflow_word(&mut self, l: usize) -> BufId {
+        let layers = self.share.layers.len();
+        let all = self.b.buffer(
+            "moe.overflow",
+            DType::I32,
+            &[layers],
+            Lifetime::StepState,
+            Init::Const { value: 0.0 },
+        );
+        let name = format!("l{l}.moe.overflow");
+        if let Some(id) = self.b.find(&name) {
+            return id;
+        }
+        let id = self.b.view(&name, all, l, &[1], Init::Inherit, Default::default());
+        let meaning = format!(
+            "layer {} received more expert rows than its buffers hold; raise --moe_row_bound or the rank capacity factor",
+            self.share.layers[l].index
+        );
+        self.b.program.faults.push((id, meaning));
+        id
+    }
+}

@@ -1,0 +1,107 @@
+//! The router: gate product, scores, choice of experts, and back.
+
+use super::super::{PIPELINE_SEED, Stack, WorkloadError};
+use super::Dims;
+use crate::config::{Moe, Routing};
+use crate::ops::rng::Rng;
+use crate::ops::router::{Groups, RouterBwd, RouterFwd};
+use crate::program::{BufId, DType};
+
+/// What the router hands on, of one layer.
+#[derive(Clone, Copy)]
+pub(super) struct Routes {
+    /// f32 `[tokens, experts]`.
+    pub scores: BufId,
+    /// f32 `[tokens, topk]`.
+    pub probs: BufId,
+    /// i32 `[tokens, topk]`.
+    pub index: BufId,
+    /// Tokens per expert, i32 `[experts]`.
+    pub counts: BufId,
+}
+
+impl Stack<'_> {
+    fn router(&mut self, l: usize) -> Result<RouterFwd, WorkloadError> {
+        let moe = self.moe()?.clone();
+        let forced = match moe.routing {
+            Routing::Recipe => moe.force_load_balancing,
+            Routing::Balanced | Routing::Skewed => true,
+        };
+        let seed = PIPELINE_SEED * self.cfg.parallel.pp_rank as u32;
+        let rng: Option<Rng> =
+            forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
+        Ok(RouterFwd {
+            tokens: self.split_tokens,
+            experts: moe.num_experts,
+            topk: moe.router_topk,
+            score: moe.score_function,
+            pre_softmax: moe.pre_softmax,
+            scaling: moe.topk_scaling_factor,
+            forced: rng,
+            skew: moe.routing == Routing::Skewed,
+            expert_bias: moe.expert_bias,
+            groups: (moe.num_groups > 1).then_some(Groups { count: moe.num_groups, chosen: moe.group_topk }),
+        })
+    }
+
+    /// The routing buffers of layer `l`.
+    pub(super) fn routes(&mut self, l: usize, d: &Dims) -> Routes {
+        Routes {
+            scores: self.act_as(l, "moe.scores", DType::F32, &[d.t, d.experts]),
+            probs: self.act_as(l, "moe.probs", DType::F32, &[d.t, d.topk]),
+            index: self.act_as(l, "moe.index", DType::I32, &[d.t, d.topk]),
+            counts: self.act_as(l, "moe.counts", DType::I32, &[d.experts]),
+        }
+    }
+
+    /// Chooses the experts of `y [split_tokens, hidden]`.
+    pub(super) fn route(&mut self, l: usize, d: &Dims, y: BufId) -> Result<Routes, WorkloadError> {
+        let router_w = self.moe_weight(l, "router")?;
+        let logits = self.act_as(l, "moe.logits", DType::F32, &[d.t, d.experts]);
+        self.forward_product(logits, y, router_w.value, d.t, d.experts, d.h, None);
+        let r = self.routes(l, d);
+        let router = self.router(l)?;
+        let mut args = vec![logits];
+        args.extend(router.forced.map(|_| self.words));
+        if router.expert_bias {
+            args.push(self.expert_bias(l));
+        }
+        args.extend([r.scores, r.probs, r.index, r.counts]);
+        self.b.launch(router, &args);
+        Ok(r)
+    }
+
+    /// Gradient of `y` through the router, plus `dy_experts`.
+    pub(super) fn route_backward(
+        &mut self,
+        l: usize,
+        moe: &Moe,
+        d: &Dims,
+        y: BufId,
+        dprobs: BufId,
+        dy_experts: BufId,
+    ) -> Result<BufId, WorkloadError> {
+        let r = self.routes(l, d);
+        let dlogits = self.act(l, "moe.dlogits", &[d.t, d.experts]);
+        let router = self.router(l)?;
+        let aux = matches!(moe.load_balancing_type.as_str(), "aux_loss" | "seq_aux_loss" | "global_aux_loss");
+        // The auxiliary loss is scaled like the main one: by the micro-batches of a step.
+        let aux_scale = 1.0 / self.cfg.batch.num_microbatches as f32;
+        let op = RouterBwd {
+            tokens: d.t,
+            experts: d.experts,
+            topk: d.topk,
+            score: router.score,
+            pre_softmax: router.pre_softmax,
+            scaling: router.scaling,
+            aux_coeff: if aux && !self.cfg.stack_only { moe.aux_loss_coeff } else { 0.0 },
+            aux_scale,
+        };
+        self.b.launch(op, &[r.scores, r.probs, r.index, dprobs, r.counts, dlogits]);
+        let router_w = self.moe_weight(l, "router")?;
+        self.weight_gradient(router_w.grad, dlogits, y, d.t, d.experts, d.h);
+        let dy_router = self.act(l, "moe.dy_router", &[d.t, d.h]);
+        self.data_gradient(dy_router, dlogits, router_w.value, d.t, d.experts, d.h, Some(dy_experts));
+        Ok(dy_router)
+    }
+}
