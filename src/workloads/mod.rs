@@ -3,6 +3,7 @@
 //! There is no autograd: each layer file emits its forward and its backward launches itself.
 
 mod attention;
+mod delta_net;
 mod expert_bias;
 #[cfg(test)]
 mod gradients;
@@ -55,6 +56,7 @@ enum Sublayer {
     Mlp,
     Moe,
     Mamba,
+    DeltaNet,
 }
 
 fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
@@ -65,6 +67,8 @@ fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
         LayerKind::MlpOnly => Ok(&[Sublayer::Mlp]),
         LayerKind::MoeOnly => Ok(&[Sublayer::Moe]),
         LayerKind::Mamba => Ok(&[Sublayer::Mamba]),
+        LayerKind::DeltaDense => Ok(&[Sublayer::DeltaNet, Sublayer::Mlp]),
+        LayerKind::DeltaMoe => Ok(&[Sublayer::DeltaNet, Sublayer::Moe]),
     }
 }
 

@@ -41,6 +41,8 @@ fn layer(kind: LayerKind, cfg: &RunConfig, share: &RankShare) -> f64 {
         LayerKind::MlpOnly => mlp(cfg, share),
         LayerKind::MoeOnly => experts(cfg, share),
         LayerKind::Mamba => mamba(cfg, share),
+        LayerKind::DeltaDense => delta_net(cfg, share) + mlp(cfg, share),
+        LayerKind::DeltaMoe => delta_net(cfg, share) + experts(cfg, share),
     }
 }
 
@@ -73,7 +75,8 @@ fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
         return latent_attention(cfg, mla, share);
     }
     let (h, d) = (cfg.model.hidden_size, cfg.model.kv_channels);
-    let weights = product(&[h, d, 2 * share.heads + 2 * share.kv_heads]);
+    let gates = if cfg.model.attention_output_gate { share.heads } else { 0 };
+    let weights = product(&[h, d, 2 * share.heads + gates + 2 * share.kv_heads]);
     // Two products of a query with every key up to its own position.
     let causal = causal_pairs(share);
     let scores = 4.0 * causal * product(&[cfg.batch.micro_batch_size, share.heads, d]);
@@ -106,4 +109,16 @@ fn mamba(cfg: &RunConfig, share: &RankShare) -> f64 {
     let before = (m.chunk_size + 1) as f64 / 2.0;
     let scan = before * 2.0 * (bc + inner) as f64 + product(&[4, inner, m.state_dim]);
     (PER_WEIGHT * weights + BOTH_PASSES * scan) * share.tokens as f64
+}
+
+/// The gated delta rule by chunks of 64 tokens: two products a key head and two a value head with every earlier token
+/// of the chunk, and a state of `[value, key]` multiplied three times a token.
+fn delta_net(cfg: &RunConfig, share: &RankShare) -> f64 {
+    const CHUNK: usize = 64;
+    let (h, d) = (cfg.model.hidden_size, cfg.model.delta_net.as_ref().unwrap());
+    let (keys, values) = (share.delta_key_heads * d.key_dim, share.delta_value_heads * d.value_dim);
+    let weights = product(&[h, 2 * keys + 3 * values + 2 * share.delta_value_heads]);
+    let before = (CHUNK + 1) as f64 / 2.0;
+    let rule = before * 4.0 * (keys + values) as f64 + product(&[6, values, d.key_dim]);
+    (PER_WEIGHT * weights + BOTH_PASSES * rule) * share.tokens as f64
 }
