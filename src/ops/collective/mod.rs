@@ -152,7 +152,7 @@ impl StandIn {
         let local = self.local_bytes();
         let (slots, passes) = match self.kind {
             Collective::AllGather => (self.ranks, 0),
-            Collective::AllToAll => (1, 0),
+            Collective::AllToAll | Collective::Send | Collective::Receive => (1, 0),
             Collective::ReduceScatter => (1, 1),
             Collective::AllReduce => (0, 2),
             Collective::InPlace => (0, 1),
