@@ -130,7 +130,7 @@ fn every_step_is_counted_and_those_left_out_are_said_to_be() {
             .filter(|s| s[0] == row["run_id"] && s[3] == row["arm"] && &s[5] == "steady")
             .map(|s| number(&s[11]));
         let walls: Vec<f64> = walls.collect();
-        assert_eq!(walls.len(), number(row["steps_steady"]) as usize);
+        assert_eq!(walls.len(), number(&row["steps_steady"]) as usize);
         of_file.push([
             walls.len() as f64,
             walls.iter().copied().fold(f64::INFINITY, f64::min),
