@@ -85,7 +85,10 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
     if let Some(moe) = &mut latent.model.moe {
         (moe.latent_size, moe.shared_expert_gate) = (Some(24), true);
     }
-    let cases: [(&str, RunConfig, &[&[&str]]); 10] = [
+    let mut predicting = deepseek();
+    predicting.model.mtp_num_layers = 2;
+    let cases: [(&str, RunConfig, &[&[&str]]); 11] = [
+        ("multi-token prediction", predicting, &[&["mla_up_proj", "moe", "layernorm"]]),
         (
             "latent attention",
             deepseek(),
@@ -234,6 +237,14 @@ fn full_recompute_repeats_the_layers_that_the_method_names() {
     assert!(layers(&full(cfg.clone(), "block", 0)).is_empty());
     // Groups 0..2, 2..4 and 4..5, each forward before its own backward.
     assert_eq!(layers(&full(cfg.clone(), "uniform", 2)), [4, 2, 3, 0, 1]);
+    // A depth of multi-token prediction is one more region under `uniform`, and none under `block`.
+    let mut predicting = deepseek();
+    predicting.model.mtp_num_layers = 1;
+    let depth = |method: &str| {
+        let program = program(&full(predicting.clone(), method, 1));
+        repeated(&program).iter().any(|l| l.part == crate::program::Part::Mtp)
+    };
+    assert!(depth("uniform") && !depth("block"));
     let mut share = RankShare::of(&cfg).unwrap();
     share.chunks = vec![0..3, 3..5];
     assert_eq!(groups(&full(cfg.clone(), "block", 2), &share), [0..1, 1..2, 3..4, 4..5]);
