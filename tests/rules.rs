@@ -151,6 +151,12 @@ fn pairs() -> Vec<Pair> {
         ),
         pair(
             "R38b",
+            DEEPSEEK,
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2",
+            "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",
+        ),
+        pair(
+            "R38b",
             LLAMA,
             "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=0",
             "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2",

@@ -177,8 +177,9 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         id: "R38b",
-        wrong: "full recompute without a method or a number of layers",
-        remedy: "Give -rl N, or set model.recompute_method to block or uniform and model.recompute_num_layers (at least 1 for uniform).",
+        wrong: "full recompute without a method or a number of layers that fits",
+        remedy: "Give -rl N, or set model.recompute_method to block or uniform and model.recompute_num_layers \
+                 (at least 1 for uniform, and 1 with multi-token prediction).",
         broken: |e| {
             let method = e.values.text("model.recompute_method");
             let layers = e.values.int("model.recompute_num_layers");
@@ -188,6 +189,12 @@ pub const RULES: &[Rule] = &[
                 (
                     method == Some("uniform") && layers.is_some_and(|n| n < 1),
                     format!("uniform groups of {} layers", layers.unwrap_or(0)),
+                ),
+                (
+                    method == Some("uniform")
+                        && layers.is_some_and(|n| n > 1)
+                        && e.values.int("model.mtp_num_layers").unwrap_or(0) > 0,
+                    "layers of multi-token prediction are recomputed one by one, and uniform groups are larger".to_owned(),
                 ),
             ];
             let (_, why) = lacks.into_iter().find(|(lacking, _)| e.full_recompute() && *lacking)?;

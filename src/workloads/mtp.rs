@@ -142,6 +142,7 @@ impl Stack<'_> {
             let l = layers.start;
             let embedding = self.embed_as(&format!("mtp{k}.embedding"), tokens.ids)?;
             self.b.at(None, Part::Mtp, Pass::Forward);
+            let start = self.here();
             let (w, v) = (self.mtp_weight(k, "embedding_norm")?, self.mtp_weight(k, "hidden_norm")?);
             let (e, _) = self.norm(l, "mtp.embedding_norm", embedding, w);
             let (s, _) = self.norm(l, "mtp.hidden_norm", hidden, v);
@@ -154,6 +155,7 @@ impl Stack<'_> {
             self.forward_product(part, joined, w.value, t, rows, 2 * h, None);
             let x = self.mtp_whole_rows(l, part, rows);
             let (out, inputs) = self.forward(layers, x)?;
+            self.recomputed_depth(start, out);
             self.b.at(None, Part::Mtp, Pass::Forward);
             let w = self.mtp_weight(k, "final_norm")?;
             let (z, _) = self.norm(l, "mtp.final_norm", out, w);

@@ -91,6 +91,15 @@ impl Stack<'_> {
         self.regions.push(Region { launches: start..launches.len(), kept: vec![out] });
     }
 
+    /// A depth of multi-token prediction has been emitted from `start` on, with output `out` before its last norm. Full
+    /// recompute repeats it by `uniform` alone (Megatron-Core `multi_token_prediction.py`, which skips `block`).
+    pub(super) fn recomputed_depth(&mut self, start: usize, out: BufId) {
+        let r = &self.cfg.recompute;
+        if r.granularity.as_deref() == Some("full") && r.method.as_deref() == Some("uniform") {
+            self.regions.push(Region { launches: start..self.here(), kept: vec![out] });
+        }
+    }
+
     /// Upstream drops the norm before experts only if no captured router hands it on: rule R64.
     pub(super) fn norm_before_experts_recomputes(&self) -> bool {
         let (g, moe) = (&self.cfg.graph, self.cfg.model.moe.as_ref());

@@ -246,6 +246,14 @@ fn full_recompute_repeats_the_layers_that_the_method_names() {
     assert!(layers(&full(cfg.clone(), "block", 0)).is_empty());
     // Groups 0..2, 2..4 and 4..5, each forward before its own backward.
     assert_eq!(layers(&full(cfg.clone(), "uniform", 2)), [4, 2, 3, 0, 1]);
+    // A depth of multi-token prediction is one more region under `uniform`, and none under `block`.
+    let mut predicting = deepseek();
+    predicting.model.mtp_num_layers = 1;
+    let depth = |method: &str| {
+        let program = program(&full(predicting.clone(), method, 1));
+        repeated(&program).iter().any(|l| l.part == crate::program::Part::Mtp)
+    };
+    assert!(depth("uniform") && !depth("block"));
     let mut share = RankShare::of(&cfg).unwrap();
     share.chunks = vec![0..3, 3..5];
     assert_eq!(groups(&full(cfg.clone(), "block", 2), &share), [0..1, 1..2, 3..4, 4..5]);
