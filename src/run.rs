@@ -31,6 +31,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 mod beside;
+mod dropped;
 
 use beside::{extrapolation, side_points, watchdog};
 
@@ -140,6 +141,9 @@ fn one(
         writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
         let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
         let outcome = measure::run(&mut executor, &options, hooks);
+        if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, &mut executor) {
+            (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
+        }
         facts.extrapolation =
             extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
         let reason = match &outcome.status {
@@ -302,6 +306,7 @@ fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
     if keep_routing {
         dump::keep_routing(&mut program);
     }
+    dropped::keep(cfg, &mut program);
     Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
 }
 

@@ -27,6 +27,7 @@ mod step;
 pub mod testing;
 mod weights;
 
+pub use moe::capacity;
 pub use step::build;
 
 use crate::config::{LayerKind, RunConfig};

@@ -86,17 +86,34 @@ struct Dims {
     host_counts: bool,
 }
 
-fn dims(s: &Stack, moe: &Moe) -> Dims {
-    let alltoall = moe.dispatcher == Dispatcher::Alltoall;
-    let two_sorts = alltoall && s.cfg.parallel.ep > 1 && !s.cfg.stack_only;
-    let (t, local, topk) = (s.split_tokens, s.share.experts, moe.router_topk);
-    let bins = if two_sorts { moe.num_experts } else { local };
+/// Whether a transfer and a second sort follow the first: alltoall over several ranks.
+fn two_sorts(cfg: &RunConfig, moe: &Moe) -> bool {
+    moe.dispatcher == Dispatcher::Alltoall && cfg.parallel.ep > 1 && !cfg.stack_only
+}
+
+/// Bins of the first sort, and what each keeps of the choices of `tokens`.
+fn bins(cfg: &RunConfig, share: &RankShare, moe: &Moe, tokens: usize) -> (usize, Option<Capacity>) {
+    let bins = if two_sorts(cfg, moe) { moe.num_experts } else { share.experts };
     // Megatron-Core `get_capacity`: ceil(tokens * topk / experts * factor), here of the bins that are sorted into.
     let capacity = moe.capacity_factor.map(|factor| Capacity {
-        rows: ((t * topk) as f64 / bins as f64 * factor).ceil() as usize,
+        rows: ((tokens * moe.router_topk) as f64 / bins as f64 * factor).ceil() as usize,
         padded: moe.pad_to_capacity,
         by_position: moe.drop_by_position,
     });
+    (bins, capacity)
+}
+
+/// Bins that the rows of an expert layer are sorted into (expert modulo bins) and what each keeps, where tokens may be
+/// dropped.
+pub fn capacity(cfg: &RunConfig, share: &RankShare) -> Option<(usize, Capacity)> {
+    let (bins, capacity) = bins(cfg, share, cfg.model.moe.as_ref()?, share.tokens_sequence_parallel);
+    Some((bins, capacity?))
+}
+
+fn dims(s: &Stack, moe: &Moe) -> Dims {
+    let two_sorts = two_sorts(s.cfg, moe);
+    let (t, local, topk) = (s.split_tokens, s.share.experts, moe.router_topk);
+    let (bins, capacity) = bins(s.cfg, s.share, moe, t);
     let padded = capacity.is_some_and(|c| c.padded);
     let rank_rows = moe.rank_capacity_factor.map(|factor| ((t * topk) as f64 * factor).ceil() as usize);
     // One process receives exactly the rows it sends, so a bound above 1 reserves nothing more here.
