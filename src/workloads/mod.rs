@@ -8,6 +8,8 @@ mod expert_bias;
 #[cfg(test)]
 mod gradients;
 mod head;
+#[cfg(test)]
+mod launches;
 mod linear;
 mod mamba;
 mod mla;
@@ -20,6 +22,7 @@ pub mod schedule;
 pub mod share;
 pub mod shrink;
 mod step;
+#[cfg(test)]
 #[cfg(test)]
 pub mod testing;
 mod weights;

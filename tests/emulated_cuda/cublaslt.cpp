@@ -110,9 +110,12 @@ int cublasLtMatrixLayoutCreate(Layout** l, int type, uint64_t rows, uint64_t col
     return SUCCESS;
 }
 int cublasLtMatrixLayoutDestroy(Layout* l) { delete l; return SUCCESS; }
-// 5: batch count, 6: elements from one matrix of a batch to the next.
+// 2 to 4: rows, columns, leading dimension; 5: batch count, 6: elements from one matrix of a batch to the next.
 int cublasLtMatrixLayoutSetAttribute(Layout* l, int attribute, const void* value, size_t n) {
-    if (attribute == 5 && n == 4) memcpy(&l->batch, value, 4);
+    if (attribute == 2 && n == 8) memcpy(&l->rows, value, 8);
+    else if (attribute == 3 && n == 8) memcpy(&l->cols, value, 8);
+    else if (attribute == 4 && n == 8) memcpy(&l->ld, value, 8);
+    else if (attribute == 5 && n == 4) memcpy(&l->batch, value, 4);
     else if (attribute == 6 && n == 8) memcpy(&l->stride, value, 8);
     else return INVALID_VALUE;
     return SUCCESS;
