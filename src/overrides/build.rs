@@ -3,8 +3,8 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model, Moe,
-    Optimizer, Recompute, RunConfig, ScoreFunction,
+    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model,
+    Moe, Optimizer, Recompute, RunConfig, ScoreFunction,
 };
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::scaling::{Llama3, Yarn};

@@ -154,9 +154,10 @@ impl Matmuls {
     /// Hash of the products of this run in their order: shape, layout, dtype, alignment, and the bytes of the
     /// algorithm that was chosen. `None` without products.
     pub(super) fn digest(&self) -> Option<String> {
-        let chosen = self.in_force.iter().map(|(key, plan)| {
-            (format!("{key:?}"), plan.algo.as_ref().map(bytes_of).unwrap_or_default())
-        });
+        let chosen = self
+            .in_force
+            .iter()
+            .map(|(key, plan)| (format!("{key:?}"), plan.algo.as_ref().map(bytes_of).unwrap_or_default()));
         digest_of(chosen)
     }
 
