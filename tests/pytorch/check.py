@@ -253,7 +253,9 @@ class Step:
                     rows = self.gated_rows(y[at], w1[n], w2[n], probs[at, j])
                     out = out.index_add(0, at, rows)
         if e["shared_expert_intermediate_size"]:
-            out = out + self.gated(y, self.w[p + "shared.fc1.weight"], self.w[p + "shared.fc2.weight"])
+            shared = self.gated(y, self.w[p + "shared.fc1.weight"], self.w[p + "shared.fc2.weight"])
+            gate = self.w.get(p + "shared.gate.weight")
+            out = out + (shared if gate is None else torch.sigmoid(F.linear(y, gate.view(1, -1))) * shared)
         return x + out.view_as(x)
 
     def gated_rows(self, y, w1, w2, prob):
