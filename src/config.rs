@@ -42,6 +42,10 @@ pub enum LayerKind {
     MoeOnly,
     /// Hybrid pattern `M`: Mamba-2.
     Mamba,
+    /// Gated delta net, then a dense MLP.
+    DeltaDense,
+    /// Gated delta net, then experts.
+    DeltaMoe,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,6 +123,10 @@ pub struct Model {
     pub vocab_size: usize,
     pub activation: Activation,
     pub layernorm_epsilon: f64,
+    /// Norm weights are stored less one.
+    pub zero_centered_norms: bool,
+    /// Attention's output is multiplied by the sigmoid of a projection as wide as q.
+    pub attention_output_gate: bool,
     pub qk_layernorm: bool,
     pub add_qkv_bias: bool,
     pub add_bias_linear: bool,
@@ -133,6 +141,7 @@ pub struct Model {
     pub hidden_dropout: f64,
     pub moe: Option<Moe>,
     pub mamba: Option<Mamba>,
+    pub delta_net: Option<DeltaNet>,
     /// Multi-latent attention in place of plain one; `num_query_groups` and `kv_channels` then mean nothing.
     pub mla: Option<Mla>,
     /// Depths of multi-token prediction.
@@ -168,6 +177,18 @@ pub struct Mamba {
     pub num_groups: usize,
     /// Tokens of a chunk of the scan.
     pub chunk_size: usize,
+}
+
+/// Sizes of gated delta net layers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DeltaNet {
+    pub key_heads: usize,
+    /// A multiple of `key_heads`.
+    pub value_heads: usize,
+    /// Width of a q and of a k head.
+    pub key_dim: usize,
+    /// Width of a v head.
+    pub value_dim: usize,
 }
 
 /// The expert part of the architecture, with the run's routing and capacity settings.

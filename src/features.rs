@@ -88,8 +88,22 @@ pub const FEATURES: &[Feature] = &[
                 .int("model.mamba_conv_kernel")
                 .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
     }),
-    not_built("an attention variant (gated delta net, compressed attention)", "no option replaces it", |e| {
-        e.values.text("model.attention_variant").is_some_and(|v| v != "dsa")
+    not_built("gated delta net layers with context parallelism", "give -cp 1", |e| {
+        e.delta_net() && crate::rules::layout_of(e).cp > 1
+    }),
+    not_built(
+        "a gated delta net convolution of another width than 4",
+        "set model.linear_conv_kernel_dim=4",
+        |e| {
+            e.delta_net()
+                && e.values
+                    .int("model.linear_conv_kernel_dim")
+                    .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
+        },
+    ),
+    not_built("an attention variant (compressed attention)", "no option replaces it", |e| {
+        let built = ["dsa", crate::recipe::DELTA_NET];
+        e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
     not_built("hyper-connections", "no option replaces them", |e| e.values.is_set("model.hyper_connections")),
     not_built("attention sinks", "set model.softmax_type=vanilla to run without them", |e| {
@@ -97,9 +111,6 @@ pub const FEATURES: &[Feature] = &[
     }),
     not_built("sliding windows", "set model.window_size=null to run with full attention", |e| {
         e.values.is_set("model.window_size")
-    }),
-    not_built("an attention output gate", "set model.attention_output_gate=false to run without it", |e| {
-        e.values.on("model.attention_output_gate")
     }),
     not_built("a vision tower", "no option replaces it", |e| e.values.is_set("model.vision")),
     not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
@@ -120,7 +131,6 @@ pub const FEATURES: &[Feature] = &[
     }),
     not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {
         e.values.text("model.normalization").is_some_and(|n| n != "RMSNorm")
-            || e.values.on("model.layernorm_zero_centered_gamma")
     }),
     not_built("biases in linear layers", "set model.add_bias_linear=false", |e| {
         e.values.on("model.add_bias_linear")

@@ -504,6 +504,7 @@ fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
     facts.driver_version = info.driver_version.clone();
     facts.cuda_version = info.cuda_version.clone();
     facts.attention_backend = info.attention_backend.clone();
+    facts.gemm_plan_digest = info.gemm_plan_digest.clone();
 }
 
 fn run_line(resolved: &Resolved, info: &DeviceInfo, facts: &RunFacts) -> Value {

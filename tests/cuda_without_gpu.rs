@@ -376,7 +376,10 @@ fn small(line: &str) -> RunPlan {
     let catalogue = mbperf::recipe::Catalogue::load(None).unwrap();
     let mut cfg = mbperf::overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
     shrink::shrink(&mut cfg, shrink::Given::default());
-    cfg.model.layers.push(cfg.model.layers[0]);
+    let chunks = cfg.parallel.pp * cfg.parallel.vp;
+    let first = cfg.model.layers[0];
+    let chunk = cfg.model.layers.len() / chunks;
+    cfg.model.layers = [&cfg.model.layers[..chunk], &[first]].concat().repeat(chunks);
     let program = workloads::build(&cfg, &RankShare::of(&cfg).unwrap()).unwrap();
     mbperf::capture::plan(program, &cfg.graph, cfg.seed).unwrap()
 }
@@ -395,6 +398,11 @@ fn child_programs() {
         format!("{LLAMA} --cuda_graph_impl transformer_engine"),
         format!("{LLAMA} --cuda_graph_scope full_iteration --grad_dtype fp32"),
         format!("{LLAMA} -cp 1 --stack_only --cuda_graph_scope full_iteration"),
+        format!("{LLAMA} -pp 4 -cp 1 --pp_rank 1 --max_microbatches 5 --cuda_graph_scope attn,mlp {DROPOUT}"),
+        format!(
+            "{LLAMA} -pp 2 -vp 2 -cp 1 --pp_rank 1 --max_microbatches 3 --cuda_graph_scope full_iteration"
+        ),
+        format!("{QWEN} -pp 4 -ep 4 --pp_rank 1 --max_microbatches 3"),
         QWEN.to_owned(),
         format!("{QWEN} --cuda_graph_scope attn,moe_router {DROPOUT}"),
         format!(

@@ -11,28 +11,29 @@ mod results;
 use binary::{fails, names, run, text};
 use pages::{Page, page, steps_file};
 use results::Results;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use tempfile::tempdir;
 
 const H200: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/results/h200");
 
-/// Rows of a CSV by column name.
-fn rows(path: &Path) -> Vec<csv::StringRecord> {
-    let mut rows = binary::records(&fs::read(path).unwrap());
-    rows.remove(0);
-    rows
-}
+/// A row by column name: committed files keep the columns of their time.
+type Named = BTreeMap<String, String>;
 
-fn at(column: &str) -> usize {
-    Results::default().at(column)
+fn rows(path: &Path) -> Vec<Named> {
+    let mut rows = binary::records(&fs::read(path).unwrap());
+    let header = rows.remove(0);
+    let named =
+        |row: csv::StringRecord| header.iter().map(String::from).zip(row.iter().map(String::from)).collect();
+    rows.into_iter().map(named).collect()
 }
 
 /// Cells of these columns in every row of the files, sorted.
-fn cells(files: &[&Path], columns: &[&str], wanted: impl Fn(&csv::StringRecord) -> bool) -> Vec<Vec<String>> {
+fn cells(files: &[&Path], columns: &[&str], wanted: impl Fn(&Named) -> bool) -> Vec<Vec<String>> {
     let all = files.iter().flat_map(|f| rows(f));
     let mut cells: Vec<Vec<String>> =
-        all.filter(wanted).map(|row| columns.iter().map(|c| row[at(c)].to_owned()).collect()).collect();
+        all.filter(wanted).map(|row| columns.iter().map(|c| row[*c].clone()).collect()).collect();
     cells.sort();
     cells
 }
@@ -44,7 +45,7 @@ fn the_pages_figures_are_the_files() {
     let files = [paths[0].as_path(), paths[1].as_path()];
     let page = page(dir.path(), &format!("{} {}", files[0].display(), files[1].display()));
     page.needs_nothing();
-    let is_ok = |row: &csv::StringRecord| &row[at("status")] == "ok";
+    let is_ok = |row: &Named| row["status"] == "ok";
     for (table, skip, columns) in [
         (
             "step_time",
@@ -94,7 +95,7 @@ fn the_pages_figures_are_the_files() {
     ] {
         assert_eq!(page.cells(table, skip, columns.len()), cells(&files, &columns, is_ok), "{table}");
     }
-    let graphs = |row: &csv::StringRecord| &row[at("arm")] == "graph";
+    let graphs = |row: &Named| row["arm"] == "graph";
     let gain = ["verdict", "speedup", "speedup_ci95_low", "speedup_ci95_high", "pairs", "speedup_modelled"];
     assert_eq!(page.cells("gain", 1, gain.len()), cells(&files, &gain, graphs));
     let of_runs = ["run_id"];
@@ -126,10 +127,10 @@ fn every_step_is_counted_and_those_left_out_are_said_to_be() {
     for row in rows(Path::new(&format!("{H200}/qwen3_30b_a3b.csv"))) {
         let walls = steps
             .iter()
-            .filter(|s| s[0] == row[at("run_id")] && s[3] == row[at("arm")] && &s[5] == "steady")
+            .filter(|s| s[0] == row["run_id"] && s[3] == row["arm"] && &s[5] == "steady")
             .map(|s| number(&s[11]));
         let walls: Vec<f64> = walls.collect();
-        assert_eq!(walls.len(), number(&row[at("steps_steady")]) as usize);
+        assert_eq!(walls.len(), number(&row["steps_steady"]) as usize);
         of_file.push([
             walls.len() as f64,
             walls.iter().copied().fold(f64::INFINITY, f64::min),
@@ -147,8 +148,8 @@ fn every_step_is_counted_and_those_left_out_are_said_to_be() {
     let graph = rows(Path::new(&format!("{H200}/qwen3_30b_a3b.csv")));
     let costs: Vec<f64> = graph
         .iter()
-        .filter(|r| &r[at("arm")] == "graph")
-        .map(|r| ["capture_ms", "instantiate_ms", "upload_ms"].map(|c| number(&r[at(c)])).iter().sum())
+        .filter(|r| r["arm"] == "graph")
+        .map(|r| ["capture_ms", "instantiate_ms", "upload_ms"].map(|c| number(&r[c])).iter().sum())
         .collect();
     assert_eq!(one_off.len(), 5);
     assert!(one_off.iter().zip(&costs).all(|(a, b)| (a / b - 1.0).abs() < 1e-6), "{one_off:?} {costs:?}");

@@ -158,3 +158,33 @@ fn products_by_expert_end_in_the_same_loss() {
         assert_eq!(grouped, by_expert, "{routing}");
     }
 }
+
+/// Graphs of one stage: 2 x its layers x micro-batches (2 are run), the layers by hand from the recipe's split.
+#[test]
+fn a_stage_has_as_many_graphs_as_upstream() {
+    let dir = tempdir().unwrap();
+    let qwen = "-m qwen -mr qwen3_235b_a22b -g gb200 -c bf16 -ng 64";
+    let llama = "-m llama -mr llama3_70b -g gb200 -c nvfp4 --run_dtype bf16";
+    for (line, graphs, in_flight, job) in [
+        // 94 layers, embedding and loss over 8 stages: 12 places each, 11 layers in the first and the last.
+        (format!("{qwen} --pp_rank 0"), 44, 2, 8),
+        (format!("{qwen} --pp_rank 4"), 48, 2, 4),
+        (format!("{qwen} --pp_rank 7"), 44, 1, 1),
+        // 80 layers over 4 stages of 5 chunks: 20 a stage. In flight (4 - 1) x 2 + 4 x 4 + 1 on the first stage.
+        (format!("{llama} --pp_rank 0"), 80, 10, 23),
+        (format!("{llama} --pp_rank 3"), 80, 9, 17),
+        (format!("{llama} --pp_rank 3 --max_microbatches 8"), 320, 17, 17),
+    ] {
+        let output = run(dir.path(), &format!("{line} --dryrun --format json"));
+        let head: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let (arm, pipeline) = (&head["program"]["graph_arm"], &head["program"]["pipeline"]);
+        assert_eq!((&arm["graphs"], &arm["replays_per_step"]), (&graphs.into(), &graphs.into()), "{line}");
+        assert_eq!(
+            (&pipeline["in_flight"], &pipeline["in_flight_job"]),
+            (&in_flight.into(), &job.into()),
+            "{line}"
+        );
+        let told = head["notices"].as_array().unwrap().iter().any(|n| n["id"] == "pipeline_shortened");
+        assert_eq!(told, in_flight < job, "{line}");
+    }
+}

@@ -55,12 +55,23 @@ fn one_dash(script: &str, name: &str, shell: Shell) -> String {
     text + rest
 }
 
+/// The names of several letters behind one dash, which a page would leave out as aliases.
+fn with_short_names(arg: clap::Arg) -> clap::Arg {
+    let aliases = arg.get_visible_aliases().unwrap_or_default();
+    let names: Vec<String> = aliases.iter().filter(|a| a.len() > 1).map(|a| format!("-{a}")).collect();
+    if names.is_empty() {
+        return arg;
+    }
+    let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    arg.help(format!("{help} (also {})", names.join(", ")))
+}
+
 /// `mbperf man [COMMAND]`, written to `out`.
 ///
 /// # Errors
 /// A command that is none (exit 2), or an output that cannot be written.
 pub fn man(command: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
-    let mut tree = tree();
+    let mut tree = tree().mut_args(with_short_names);
     tree.build();
     let page = match command {
         None => tree,
@@ -119,7 +130,7 @@ mod tests {
             let name = arg.get_long().unwrap_or_default();
             assert!(main.contains(&name.replace('-', "\\-")), "{name}");
         }
-        assert!(main.contains("report"));
+        assert!(main.contains("report") && main.contains("(also \\-mr)"));
         assert!(page(Some("compare")).contains("allow\\-unlike"));
         assert!(man(Some("nothing"), &mut Vec::new()).is_err());
     }

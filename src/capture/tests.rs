@@ -4,7 +4,9 @@ use super::*;
 use crate::config::{Dispatcher, LayerKind, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
-use crate::workloads::testing::{deepseek, dense, hybrid, moe, padded, program, staged, with_graphs};
+use crate::workloads::testing::{
+    deepseek, delta_net, dense, hybrid, moe, padded, program, staged, with_graphs,
+};
 
 /// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
 /// with runs of equal part abbreviated. Staging copies are shown as `copy`.
@@ -154,6 +156,26 @@ fn mamba_captures_whole_mamba_layers_alone() {
     assert_eq!((arm.graphs(), arm.replays()), (2, 4), "one layer, two micro-batches");
 }
 
+/// A gated delta net stands where self-attention does: `attn` captures it, `mamba` finds no layer.
+const DELTA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd delta_net_fwd norm_gate_fwd gemm";
+const DELTA_B: &str = "gemm gemm norm_gate_bwd column_sum delta_net_bwd column_sum column_sum mamba_conv_bwd column_sum \
+                       gemm gemm rmsnorm_bwd column_sum";
+const GATED_ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attention_fwd output_gate_fwd gemm";
+const GATED_ATTN_B: &str = "gemm gemm output_gate_bwd attention_bwd qkv_rope_bwd column_sum column_sum gemm gemm \
+                            rmsnorm_bwd column_sum";
+
+#[test]
+fn attn_captures_gated_delta_nets() {
+    let cfg = with_graphs(delta_net(), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
+    for (layer, forward, backward) in [(0, DELTA_F, DELTA_B), (1, GATED_ATTN_F, GATED_ATTN_B)] {
+        let got = story(&cfg, 0, layer);
+        assert!(got.contains(&format!("G {forward} {ROUTER_F}")), "{got:?}");
+        assert!(got.contains(&format!("G {ROUTER_B} {backward}")), "{got:?}");
+    }
+    let mamba = with_graphs(delta_net(), GraphImpl::TransformerEngine, &[Mamba]);
+    assert!(matches!(plan(program(&mamba), &mamba.graph, 1), Err(CaptureError::Nothing { .. })));
+}
+
 #[test]
 fn scopes_of_a_hybrid_name_one_layer_kind_each() {
     let cfg =
@@ -294,6 +316,10 @@ fn arms_are_equal_with_dropout_on() {
     let mut groups = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Mamba]);
     (groups.parallel.tp, groups.parallel.sequence_parallel, groups.identity.num_gpus) = (2, true, 4);
     both_arms(&groups);
+    let mut delta = with_graphs(delta_net(), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
+    both_arms(&delta);
+    (delta.parallel.tp, delta.parallel.sequence_parallel, delta.identity.num_gpus) = (2, true, 4);
+    both_arms(&delta);
     both_arms(&with_graphs(dense(), GraphImpl::Local, &[FullIteration]));
     both_arms(&with_graphs(padded(), GraphImpl::Local, &[FullIteration]));
     let mut split = with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
@@ -544,6 +570,7 @@ fn every_launch_writes_finite_values() {
         ("padded", padded()),
         ("split", split),
         ("hybrid", hybrid()),
+        ("delta_net", delta_net()),
         ("deepseek", deepseek()),
         ("multi-token prediction", predicting(deepseek(), 2)),
         ("between two stages", staged(dense(), 3, 1, 1, 3)),

@@ -157,6 +157,8 @@ pub struct DeviceInfo {
     pub cuda_version: Option<String>,
     pub total_memory_mib: Option<f64>,
     pub attention_backend: Option<String>,
+    /// Hash of the GEMM plans in force: shapes and algorithms.
+    pub gemm_plan_digest: Option<String>,
     /// Library versions for the run file, by name.
     pub libraries: Vec<(String, String)>,
     /// What the device does otherwise than asked or expected, in sentences.

@@ -18,6 +18,7 @@ pub mod mamba_conv;
 pub mod mla_rope;
 pub mod moe_permute;
 pub mod optimizer;
+pub mod output_gate;
 pub mod rmsnorm;
 pub mod rng;
 pub mod rope;

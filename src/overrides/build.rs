@@ -3,7 +3,7 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model, Moe,
+    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model, Moe,
     Optimizer, Recompute, RunConfig, ScoreFunction,
 };
 use crate::ops::rope::RopeScaling;
@@ -167,6 +167,8 @@ fn model(e: &Effective) -> Model {
             _ => Activation::Swiglu,
         },
         layernorm_epsilon: v.float("model.layernorm_epsilon").unwrap_or(1e-5),
+        zero_centered_norms: v.on("model.layernorm_zero_centered_gamma"),
+        attention_output_gate: v.on("model.attention_output_gate"),
         qk_layernorm: v.on("model.qk_layernorm"),
         add_qkv_bias: v.on("model.add_qkv_bias"),
         add_bias_linear: v.on("model.add_bias_linear"),
@@ -183,6 +185,12 @@ fn model(e: &Effective) -> Model {
         hidden_dropout: v.float("model.hidden_dropout").unwrap_or(0.0),
         moe: e.moe().then(|| moe(e)),
         mamba: e.layers.contains(&crate::config::LayerKind::Mamba).then(|| mamba(e)),
+        delta_net: e.delta_net().then(|| DeltaNet {
+            key_heads: size(e, "model.linear_num_key_heads"),
+            value_heads: size(e, "model.linear_num_value_heads"),
+            key_dim: size(e, "model.linear_key_head_dim"),
+            value_dim: size(e, "model.linear_value_head_dim"),
+        }),
         mla: v.on("model.multi_latent_attention").then(|| mla(e)),
         mtp_num_layers: size(e, "model.mtp_num_layers"),
         mtp_layers: mtp_layers(e),

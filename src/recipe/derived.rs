@@ -19,12 +19,21 @@ pub enum LayerError {
     Length { key: &'static str, has: usize, needed: usize },
     #[error("model.moe_layer_freq is 0: it must be at least 1")]
     Frequency,
+    #[error(
+        "model.attention_variant is {DELTA_NET}, but model.linear_attention_freq does not say which layers: give a list (1 is \
+         a gated delta net, 0 full attention), or N for full attention in every N-th layer"
+    )]
+    NoDeltaLayers,
 }
+
+/// `model.attention_variant` of models with gated delta net layers.
+pub const DELTA_NET: &str = "gated_delta_net";
 
 /// Most layers of a model: the deepest has 126; more would be a slip of the hand.
 pub const MAX_LAYERS: u64 = 4096;
 
-/// The kind of every decoder layer, from `model.hybrid_override_pattern` or `model.moe_layer_freq`.
+/// The kind of every decoder layer, from `model.hybrid_override_pattern`, or from `model.moe_layer_freq` and
+/// `model.linear_attention_freq`.
 ///
 /// # Errors
 /// No or too many layers; a pattern of another length or with another letter.
@@ -41,6 +50,30 @@ pub fn layer_kinds(values: &Values) -> Result<Vec<LayerKind>, LayerError> {
             has => Err(LayerError::Length { key: "model.hybrid_override_pattern", has, needed: layers }),
         };
     }
+    let mut kinds = mlp_kinds(values, layers)?;
+    if values.get("model.attention_variant").and_then(Value::as_str) == Some(DELTA_NET) {
+        let linear: Vec<bool> = match values.get("model.linear_attention_freq") {
+            Some(Value::Array(flags)) if flags.len() == layers => {
+                flags.iter().map(|f| f.as_u64() != Some(0)).collect()
+            }
+            Some(Value::Array(flags)) => {
+                let key = "model.linear_attention_freq";
+                return Err(LayerError::Length { key, has: flags.len(), needed: layers });
+            }
+            other => match other.and_then(Value::as_u64) {
+                None | Some(0) => return Err(LayerError::NoDeltaLayers),
+                Some(every) => (1..=layers as u64).map(|i| !i.is_multiple_of(every)).collect(),
+            },
+        };
+        for (kind, _) in kinds.iter_mut().zip(linear).filter(|(_, linear)| *linear) {
+            *kind = if *kind == LayerKind::Moe { LayerKind::DeltaMoe } else { LayerKind::DeltaDense };
+        }
+    }
+    Ok(kinds)
+}
+
+/// Dense or experts, by layer.
+fn mlp_kinds(values: &Values, layers: usize) -> Result<Vec<LayerKind>, LayerError> {
     if values.get("model.num_moe_experts").is_none_or(Value::is_null) {
         return Ok(vec![LayerKind::Dense; layers]);
     }
@@ -104,6 +137,21 @@ mod tests {
         assert_eq!(layer_kinds(&values(&leading)), Ok(vec![Dense, Moe, Moe]));
         let every = [("num_layers", json!(3)), ("num_moe_experts", json!(8)), ("moe_layer_freq", json!(2))];
         assert_eq!(layer_kinds(&values(&every)), Ok(vec![Moe, Dense, Moe]));
+        use LayerKind::{DeltaDense, DeltaMoe};
+        let delta = |freq: Value| {
+            values(&[
+                ("num_layers", json!(4)),
+                ("num_moe_experts", json!(8)),
+                ("moe_layer_freq", json!([0, 1, 1, 1])),
+                ("attention_variant", json!("gated_delta_net")),
+                ("linear_attention_freq", freq),
+            ])
+        };
+        assert_eq!(layer_kinds(&delta(json!([1, 0, 1, 1]))), Ok(vec![DeltaDense, Moe, DeltaMoe, DeltaMoe]));
+        assert_eq!(layer_kinds(&delta(json!(2))), Ok(vec![DeltaDense, Moe, DeltaMoe, Moe]));
+        assert_eq!(layer_kinds(&delta(json!(null))), Err(LayerError::NoDeltaLayers));
+        assert_eq!(layer_kinds(&delta(json!(0))), Err(LayerError::NoDeltaLayers));
+        assert!(matches!(layer_kinds(&delta(json!([1, 0]))), Err(LayerError::Length { has: 2, .. })));
         assert_eq!(layer_kinds(&values(&[("num_layers", json!(0))])), Err(LayerError::Count(json!(0))));
         assert_eq!(hybrid_kinds("MX"), Err(LayerError::Letter { letter: 'X', at: 2 }));
     }

@@ -165,8 +165,8 @@ pub fn parameters(values: &Values) -> Option<Parameters> {
             LayerKind::AttnOnly => (a.mixer(i, hidden), (0, 0)),
             LayerKind::MlpOnly => (0, (dense, dense)),
             LayerKind::MoeOnly => (0, experts),
-            LayerKind::Dense => (a.mixer(i, hidden), (dense, dense)),
-            LayerKind::Moe => (a.mixer(i, hidden), experts),
+            LayerKind::Dense | LayerKind::DeltaDense => (a.mixer(i, hidden), (dense, dense)),
+            LayerKind::Moe | LayerKind::DeltaMoe => (a.mixer(i, hidden), experts),
         };
         sum.total += mixer + total;
         sum.active += mixer + active;
@@ -189,12 +189,12 @@ pub fn uncounted(values: &Values) -> Vec<&'static str> {
 
 /// Layers of the whole model that each scope can capture, scopes without any left out (rules file, section 5).
 pub fn graphable(kinds: &[LayerKind]) -> Vec<(&'static str, usize)> {
-    use LayerKind::{AttnOnly, Dense, Mamba, MlpOnly, Moe, MoeOnly};
+    use LayerKind::{AttnOnly, DeltaDense, DeltaMoe, Dense, Mamba, MlpOnly, Moe, MoeOnly};
     let count = |of: &[LayerKind]| kinds.iter().filter(|k| of.contains(k)).count();
-    let experts = count(&[Moe, MoeOnly]);
+    let experts = count(&[Moe, MoeOnly, DeltaMoe]);
     let scopes = [
-        ("attn", count(&[Dense, Moe, AttnOnly])),
-        ("mlp", count(&[Dense, MlpOnly])),
+        ("attn", count(&[Dense, Moe, AttnOnly, DeltaDense, DeltaMoe])),
+        ("mlp", count(&[Dense, MlpOnly, DeltaDense])),
         ("moe", experts),
         ("moe_router", experts),
         ("moe_preprocess", experts),

@@ -187,6 +187,10 @@ fn show_share(recipe: &Recipe, out: &mut dyn Write) -> io::Result<()> {
     if share.mamba_heads > 0 {
         writeln!(out, "  Mamba heads {} in {} groups", share.mamba_heads, share.mamba_groups)?;
     }
+    if share.delta_key_heads > 0 {
+        let (keys, values) = (share.delta_key_heads, share.delta_value_heads);
+        writeln!(out, "  delta net: key heads {keys}, value heads {values}")?;
+    }
     let batches = share.num_microbatches;
     writeln!(out, "  {} tokens a micro-batch, {batches} micro-batches a step, dp {}", share.tokens, share.dp)
 }

@@ -286,6 +286,7 @@ columns! {
     host_name Text r => r.facts.host_name.clone(), "Name of the machine.";
     gpu_uuid Text r => r.facts.gpu_uuid.clone(), "Identity of the GPU.";
     gpu_memory_mib Float r => r.facts.gpu_memory_mib, "Memory of the GPU, or of the MIG slice, as the driver gives it.";
+    gemm_plan_digest Text r => r.facts.gemm_plan_digest.clone(), "Hash of the cuBLASLt plans in force, shapes and algorithms; empty on a CPU. `compare` warns when it differs.";
     mbperf_version Text r => r.facts.mbperf_version.as_str(), "Version of mbperf.";
     git_dirty Bool r => r.facts.git_dirty, "Whether the sources differed from the commit.";
     variant Text r => r.facts.variant.clone(), "Variant of the recipe.";

@@ -72,6 +72,7 @@ pub struct RunFacts {
     pub extrapolation: Option<crate::extrapolate::Extrapolation>,
 
     pub attention_backend: Option<String>,
+    pub gemm_plan_digest: Option<String>,
     pub mbperf_version: String,
     pub git_commit: Option<String>,
     pub git_dirty: Option<bool>,

@@ -94,14 +94,18 @@ impl Effective {
     }
     /// Layers of the whole model that this scope touches.
     pub fn layers_of(&self, scope: Scope) -> usize {
-        use LayerKind::{AttnOnly, Dense, Mamba, MlpOnly, Moe, MoeOnly};
+        use LayerKind::{AttnOnly, DeltaDense, DeltaMoe, Dense, Mamba, MlpOnly, Moe, MoeOnly};
         match scope {
             Scope::FullIteration => self.layers.len(),
-            Scope::Attn => self.count(&[Dense, Moe, AttnOnly]),
-            Scope::Mlp => self.count(&[Dense, MlpOnly]),
-            Scope::Moe | Scope::MoeRouter | Scope::MoePreprocess => self.count(&[Moe, MoeOnly]),
+            Scope::Attn => self.count(&[Dense, Moe, AttnOnly, DeltaDense, DeltaMoe]),
+            Scope::Mlp => self.count(&[Dense, MlpOnly, DeltaDense]),
+            Scope::Moe | Scope::MoeRouter | Scope::MoePreprocess => self.count(&[Moe, MoeOnly, DeltaMoe]),
             Scope::Mamba => self.count(&[Mamba]),
         }
+    }
+    /// Some layers are gated delta nets.
+    pub fn delta_net(&self) -> bool {
+        self.count(&[LayerKind::DeltaDense, LayerKind::DeltaMoe]) > 0
     }
     pub fn experts(&self) -> i64 {
         self.values.int("model.num_moe_experts").unwrap_or(0)

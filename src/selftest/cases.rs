@@ -7,8 +7,10 @@ use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::columns::{JoinColumns, SplitColumns};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
+use crate::ops::delta_net::{CHUNK, DeltaBwd, DeltaFwd, DeltaShape};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
+use crate::ops::gated_norm::after::{NormGateBwd, NormGateFwd};
 use crate::ops::gated_norm::{GatedNormBwd, GatedNormFwd};
 use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
 use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
@@ -16,6 +18,7 @@ use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
 use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
+use crate::ops::output_gate::{GateShape, OutputGateBwd, OutputGateFwd};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
 use crate::ops::rng::Rng;
 use crate::ops::rope::scaling::Yarn;
@@ -42,6 +45,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     ends(&mut add);
     moe(&mut add);
     mamba(&mut add);
+    delta_net(&mut add);
     out
 }
 
@@ -113,9 +117,11 @@ fn gemm(add: &mut Add) {
 
 fn norm_and_rope(add: &mut Add) {
     for (tokens, hidden) in [(1, 8), (7, 264), (130, 2048), (515, 4096), (33, 7168)] {
-        add(Arc::new(RmsNormFwd { tokens, hidden, eps: 1e-5 }));
-        for residual in [false, true] {
-            add(Arc::new(RmsNormBwd { tokens, hidden, residual }));
+        for zero_centered in [false, true] {
+            add(Arc::new(RmsNormFwd { tokens, hidden, eps: 1e-5, zero_centered }));
+        }
+        for (residual, zero_centered) in [(false, false), (true, false), (true, true)] {
+            add(Arc::new(RmsNormBwd { tokens, hidden, residual, zero_centered }));
         }
     }
     for (rows, width, first, cols) in
@@ -130,9 +136,14 @@ fn norm_and_rope(add: &mut Add) {
         Positions::whole(2, 65),
         Positions { batch: 1, seq: 130, chunks: [(65, 65), (4031, 65)] },
     ] {
-        for (q_heads, kv_heads, head_dim, rotary_dim, qk_norm) in
-            [(4, 2, 64, 64, None), (8, 1, 128, 128, Some(1e-6)), (4, 4, 64, 32, Some(1e-5))]
-        {
+        for (q_heads, kv_heads, head_dim, rotary_dim, qk_norm, gated) in [
+            (4, 2, 64, 64, None, false),
+            (8, 1, 128, 128, Some(1e-6), false),
+            (4, 4, 64, 32, Some(1e-5), false),
+            // Zero-centred norms and an output gate.
+            (4, 2, 256, 64, Some(1e-6), true),
+            (3, 1, 64, 64, None, true),
+        ] {
             let fwd = QkvRopeFwd {
                 positions,
                 q_heads,
@@ -142,6 +153,8 @@ fn norm_and_rope(add: &mut Add) {
                 base: 5e5,
                 qk_norm,
                 scaling: None,
+                zero_centered: gated,
+                gated,
             };
             add(Arc::new(QkvRopeBwd::of(&fwd)));
             add(Arc::new(fwd));
@@ -164,6 +177,8 @@ fn norm_and_rope(add: &mut Add) {
             base: 150_000.0,
             qk_norm: Some(1e-5),
             scaling: Some(yarn),
+            zero_centered: false,
+            gated: false,
         };
         add(Arc::new(QkvRopeBwd::of(&fwd)));
         add(Arc::new(fwd));
@@ -406,7 +421,14 @@ fn mamba(add: &mut Add) {
         let shape = SsdShape { batch, seq, heads, head_dim, groups, state, chunk };
         add(Arc::new(SsdFwd { shape }));
         add(Arc::new(SsdBwd { shape }));
-        let conv = ConvShape { batch, seq, channels: shape.conv_width(), first: shape.inner(), tail: heads };
+        let conv = ConvShape {
+            batch,
+            seq,
+            channels: shape.conv_width(),
+            first: shape.inner(),
+            tail: heads,
+            bias: true,
+        };
         add(Arc::new(MambaConvFwd { shape: conv }));
         add(Arc::new(MambaConvBwd { shape: conv }));
     }
@@ -415,5 +437,38 @@ fn mamba(add: &mut Add) {
     {
         add(Arc::new(GatedNormFwd { rows, groups, group, z_stride, eps: 1e-5 }));
         add(Arc::new(GatedNormBwd { rows, groups, group, z_stride }));
+    }
+}
+
+fn delta_net(add: &mut Add) {
+    for (batch, seq, key_heads, value_heads, key_dim, value_dim) in [
+        (1, 1, 1, 1, 32, 32),
+        (2, CHUNK + 1, 1, 2, 64, 32),
+        (2, 77, 2, 6, 32, 96),
+        (1, 2 * CHUNK, 2, 2, 128, 64),
+        // A model's heads; four value heads a key head; enough heads for wide slices.
+        (1, 333, 2, 4, 128, 128),
+        (1, 200, 1, 4, 128, 128),
+        (2, 130, 16, 32, 128, 128),
+    ] {
+        let shape = DeltaShape { batch, seq, key_heads, value_heads, key_dim, value_dim };
+        add(Arc::new(DeltaFwd { shape }));
+        add(Arc::new(DeltaBwd { shape }));
+        let tail = (2 * value_heads).next_multiple_of(8);
+        let (channels, first) = (shape.qkv_width(), shape.value_width());
+        let conv = ConvShape { batch, seq, channels, first, tail, bias: false };
+        add(Arc::new(MambaConvFwd { shape: conv }));
+        add(Arc::new(MambaConvBwd { shape: conv }));
+    }
+    for (rows, groups, group, z_stride, zero_centered) in
+        [(1, 1, 8, 8, false), (77, 32, 128, 12352, true), (515, 3, 264, 1000, false), (3, 2, 512, 2048, true)]
+    {
+        add(Arc::new(NormGateFwd { rows, groups, group, z_stride, eps: 1e-6, zero_centered }));
+        add(Arc::new(NormGateBwd { rows, groups, group, z_stride, zero_centered }));
+    }
+    for (rows, width, stride, first) in [(1, 8, 8, 0), (77, 264, 800, 528), (130, 4096, 9216, 5120)] {
+        let shape = GateShape { rows, width, stride, first };
+        add(Arc::new(OutputGateFwd { shape }));
+        add(Arc::new(OutputGateBwd { shape }));
     }
 }

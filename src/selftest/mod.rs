@@ -65,7 +65,8 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
     let (passed, failed) = (log.passed, log.failed);
     let _ = writeln!(log.out, "{passed} passed, {failed} failed");
     if passed + failed == 0 {
-        let _ = writeln!(log.out, "no check was chosen: `mbperf selftest` without --only and --except names all");
+        let _ =
+            writeln!(log.out, "no check was chosen: `mbperf selftest` without --only and --except names all");
     }
     failed == 0 && passed > 0
 }

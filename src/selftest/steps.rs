@@ -97,6 +97,20 @@ fn equal_in_every_scope(log: &mut Log, options: &CudaOptions, count: usize) {
         ),
         ("hybrid with tensor parallelism", format!("{HYBRID} --cuda_graph_scope attn,mamba")),
         ("hybrid whole layer", format!("{HYBRID} --cuda_graph_impl transformer_engine")),
+        (
+            "pipeline, first of four stages",
+            format!("{LLAMA} -pp 4 -cp 1 --max_microbatches 5 --cuda_graph_scope attn,mlp {DROPOUT}"),
+        ),
+        (
+            "pipeline, two chunks of the last stage",
+            format!(
+                "{LLAMA} -pp 2 -vp 2 -cp 1 --pp_rank 1 --max_microbatches 3 --cuda_graph_scope full_iteration {DROPOUT}"
+            ),
+        ),
+        (
+            "pipeline of experts between two stages",
+            format!("{QWEN} -pp 4 -ep 4 --pp_rank 1 --max_microbatches 3 {DROPOUT}"),
+        ),
         ("llama fp32 gradients", format!("{LLAMA} --cuda_graph_scope attn --grad_dtype fp32")),
         ("llama bare stack", format!("{LLAMA} -cp 1 --stack_only --cuda_graph_scope full_iteration")),
     ];
@@ -117,8 +131,11 @@ pub fn small(line: &str) -> Result<RunPlan, String> {
     let catalogue = Catalogue::load(None).map_err(|e| e.to_string())?;
     let mut cfg = overrides::resolve(&args, &catalogue, &|_| None).map_err(|e| e.to_string())?.config;
     shrink::shrink(&mut cfg, shrink::Given::default());
-    // One more layer, so that graphs hand over to graphs.
-    cfg.model.layers.push(cfg.model.layers[0]);
+    // One more layer a stage, so that graphs hand over to graphs.
+    let chunks = cfg.parallel.pp * cfg.parallel.vp;
+    let first = cfg.model.layers[0];
+    let chunk = cfg.model.layers.len() / chunks;
+    cfg.model.layers = [&cfg.model.layers[..chunk], &[first]].concat().repeat(chunks);
     let share = RankShare::of(&cfg).map_err(|e| e.to_string())?;
     let program = workloads::build(&cfg, &share).map_err(|e| e.to_string())?;
     capture::plan(program, &cfg.graph, cfg.seed).map_err(|e| e.to_string())

@@ -1,4 +1,5 @@
-//! Self-attention: norm, QKV, q/k norm and RoPE, causal grouped-query attention, projection, residual.
+//! Self-attention: norm, QKV, q/k norm and RoPE, causal grouped-query attention, output gate if the model has one,
+//! projection, residual.
 
 use super::share::RankShare;
 use super::weights::Spec;
@@ -7,6 +8,7 @@ use crate::config::RunConfig;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::dropout::Dropout;
+use crate::ops::output_gate::{GateShape, OutputGateBwd, OutputGateFwd};
 use crate::ops::rmsnorm::partials;
 use crate::ops::rope::{QkvRopeBwd, QkvRopeFwd};
 use crate::program::{BufId, DType, Part, Pass};
@@ -16,7 +18,7 @@ struct Dims {
     head: usize,
     q: usize,
     kv: usize,
-    /// Width of the fused QKV product.
+    /// Width of the fused QKV product: q, k, v, and the output gate if there is one.
     qkv: usize,
 }
 
@@ -26,7 +28,7 @@ fn dims(cfg: &RunConfig, share: &RankShare) -> Dims {
         head,
         q: share.heads * head,
         kv: share.kv_heads * head,
-        qkv: (share.heads + 2 * share.kv_heads) * head,
+        qkv: (share.heads * if cfg.model.attention_output_gate { 2 } else { 1 } + 2 * share.kv_heads) * head,
     }
 }
 
@@ -44,11 +46,10 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<S
     let name = |what: &str| format!("layer{index}.attn.{what}.weight");
     let mut out = vec![
         Spec::ones(name("norm"), m.hidden_size),
-        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(&[
-            (0, d.q),
-            (q_all, d.kv),
-            (q_all + kv_all, d.kv),
-        ]),
+        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(
+            &[(0, d.q), (q_all, d.kv), (q_all + kv_all, d.kv), (q_all + 2 * kv_all, d.q)]
+                [..if m.attention_output_gate { 4 } else { 3 }],
+        ),
         Spec::normal(name("proj"), m.hidden_size, d.q, output_std(cfg)).col_block(0, q_all),
     ];
     if m.qk_layernorm {
@@ -70,7 +71,19 @@ impl Stack<'_> {
             base: m.rotary_base,
             qk_norm: m.qk_layernorm.then_some(m.layernorm_epsilon),
             scaling: m.rope_scaling,
+            zero_centered: m.zero_centered_norms,
+            gated: m.attention_output_gate,
         }
+    }
+
+    /// Where the output gate lies in the QKV product.
+    fn output_gate(&self, d: &Dims) -> Option<GateShape> {
+        self.cfg.model.attention_output_gate.then_some(GateShape {
+            rows: self.tokens,
+            width: d.q,
+            stride: d.qkv,
+            first: d.q + 2 * d.kv,
+        })
     }
 
     /// Keys and values of all context-parallel ranks: an all-gather when there are several.
@@ -144,6 +157,14 @@ impl Stack<'_> {
         args.extend([o, lse]);
         self.b.launch(AttnFwd { shape }, &args);
         self.recomputable("core_attn", core, &[o]);
+        let o = match self.output_gate(&d) {
+            None => o,
+            Some(shape) => {
+                let gated = self.act(l, "attn.gated", &[t, d.q]);
+                self.b.launch(OutputGateFwd { shape }, &[o, qkv, gated]);
+                gated
+            }
+        };
         Ok(self.closing_product(l, "attn", o, proj_w.value, h, d.q, x))
     }
 
@@ -165,8 +186,20 @@ impl Stack<'_> {
         let dproj = self.closing_gradient(l, "attn", dout);
         let o = self.act(l, "attn.o", &[t, d.q]);
         let d_o = self.act(l, "attn.do", &[t, d.q]);
-        self.data_gradient(d_o, dproj, proj_w.value, t, h, d.q, None);
-        self.weight_gradient(proj_w.grad, dproj, o, t, h, d.q);
+        let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
+        let mut dgate = None;
+        if let Some(shape) = self.output_gate(&d) {
+            let gated = self.act(l, "attn.gated", &[t, d.q]);
+            let [dgated, gradient] =
+                ["dgated", "dgate"].map(|n| self.act(l, &format!("attn.{n}"), &[t, d.q]));
+            self.data_gradient(dgated, dproj, proj_w.value, t, h, d.q, None);
+            self.weight_gradient(proj_w.grad, dproj, gated, t, h, d.q);
+            self.b.launch(OutputGateBwd { shape }, &[o, qkv, dgated, d_o, gradient]);
+            dgate = Some(gradient);
+        } else {
+            self.data_gradient(d_o, dproj, proj_w.value, t, h, d.q, None);
+            self.weight_gradient(proj_w.grad, dproj, o, t, h, d.q);
+        }
 
         let ranks = self.context_ranks();
         let kv_rows = t * ranks;
@@ -186,8 +219,8 @@ impl Stack<'_> {
         let dqkv = self.act(l, "attn.dqkv", &[t, d.qkv]);
         let rope = self.rope();
         let mut args = vec![dq, dk, dv];
+        args.extend(dgate);
         if self.cfg.model.qk_layernorm {
-            let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
             let rstd =
                 self.act_as(l, "attn.qk_rstd", DType::F32, &[t, self.share.heads + self.share.kv_heads]);
             args.extend([qkv, w(self, "q_norm")?.value, w(self, "k_norm")?.value, rstd]);

@@ -168,6 +168,7 @@ fn every_weight_has_the_gradient_of_the_loss() {
         ("padded", padded()),
         ("dropped", dropped()),
         ("hybrid", hybrid()),
+        ("delta_net", delta_net()),
     ] {
         assert!(check(what, cfg) >= 13, "{what}");
     }

@@ -17,7 +17,12 @@ impl Stack<'_> {
         let y = self.act(l, &format!("{name}.out"), &[tokens, hidden]);
         let rstd = self.act_as(l, &format!("{name}.rstd"), DType::F32, &[tokens]);
         self.b.launch(
-            RmsNormFwd { tokens, hidden, eps: self.cfg.model.layernorm_epsilon },
+            RmsNormFwd {
+                tokens,
+                hidden,
+                eps: self.cfg.model.layernorm_epsilon,
+                zero_centered: self.cfg.model.zero_centered_norms,
+            },
             &[x, weight.value, y, rstd],
         );
         (y, rstd)
@@ -42,7 +47,8 @@ impl Stack<'_> {
         let mut args = vec![x, weight.value, rstd, dy];
         args.extend(dres);
         args.extend([dx, partial]);
-        self.b.launch(RmsNormBwd { tokens, hidden, residual: dres.is_some() }, &args);
+        let zero_centered = self.cfg.model.zero_centered_norms;
+        self.b.launch(RmsNormBwd { tokens, hidden, residual: dres.is_some(), zero_centered }, &args);
         self.column_sum(rows, hidden, 0, hidden, partial, weight.grad);
         dx
     }

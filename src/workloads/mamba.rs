@@ -48,7 +48,7 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
     let width = 2 * inner + 2 * mats + heads;
     let per_head = |what: &str, parameter: u32, value: &dyn Fn(f64) -> f64| {
         let values = (0..heads).map(|h| value(draw(cfg, index, parameter, h))).collect();
-        Spec { init: Init::Values { values }, ..Spec::ones(name(what), heads) }
+        Spec { init: Init::Values { values }, ..Spec::constant(name(what), heads, 0.0) }
     };
     let a_log = |u: f64| (A_RANGE.0 + (A_RANGE.1 - A_RANGE.0) * u).ln();
     let dt_bias = |u: f64| {
@@ -62,9 +62,9 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
         Spec::normal(name("conv.weight"), inner + 2 * mats, TAPS, CONV_VARIANCE.sqrt()).row_blocks(&conv),
         Spec::normal(name("conv.bias"), inner + 2 * mats, 1, CONV_VARIANCE.sqrt()).row_blocks(&conv),
         per_head("a_log", 0, &a_log),
-        Spec::ones(name("d"), heads),
+        Spec::constant(name("d"), heads, 1.0),
         per_head("dt_bias", 1, &dt_bias),
-        Spec::ones(name("gated_norm.weight"), inner),
+        Spec::constant(name("gated_norm.weight"), inner, 1.0),
         Spec::normal(name("out_proj.weight"), hidden, inner, output_std(cfg)).col_block(0, all_inner),
     ])
 }
@@ -96,6 +96,7 @@ impl Stack<'_> {
             channels: scan.conv_width(),
             first: scan.inner(),
             tail: scan.heads,
+            bias: true,
         };
         Ok(Dims { t: self.tokens, h: self.cfg.model.hidden_size, scan, conv })
     }

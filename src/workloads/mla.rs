@@ -128,8 +128,8 @@ impl Stack<'_> {
         let (tokens, weight) = (self.split_tokens, self.mla_weight(l, &format!("{what}_norm"))?);
         let y = self.act(l, &format!("attn.{what}_norm.out"), &[tokens, rank]);
         let rstd = self.act_as(l, &format!("attn.{what}_norm.rstd"), DType::F32, &[tokens]);
-        let eps = self.cfg.model.layernorm_epsilon;
-        self.b.launch(RmsNormFwd { tokens, hidden: rank, eps }, &[x, weight.value, y, rstd]);
+        let (eps, zero_centered) = (self.cfg.model.layernorm_epsilon, self.cfg.model.zero_centered_norms);
+        self.b.launch(RmsNormFwd { tokens, hidden: rank, eps, zero_centered }, &[x, weight.value, y, rstd]);
         Ok(y)
     }
 
@@ -149,8 +149,9 @@ impl Stack<'_> {
         let dx = self.act(l, &format!("attn.{what}_norm.dx"), &[tokens, rank]);
         let rows = partials(tokens);
         let partial = self.act_as(l, &format!("attn.{what}_norm.dw_partial"), DType::F32, &[rows, rank]);
+        let zero_centered = self.cfg.model.zero_centered_norms;
         self.b.launch(
-            RmsNormBwd { tokens, hidden: rank, residual: false },
+            RmsNormBwd { tokens, hidden: rank, residual: false, zero_centered },
             &[x, weight.value, rstd, dy, dx, partial],
         );
         self.column_sum(rows, rank, 0, rank, partial, weight.grad);

@@ -3,10 +3,13 @@
 //! There is no autograd: each layer file emits its forward and its backward launches itself.
 
 mod attention;
+mod delta_net;
 mod expert_bias;
 #[cfg(test)]
 mod gradients;
 mod head;
+#[cfg(test)]
+mod launches;
 mod linear;
 mod mamba;
 mod mla;
@@ -19,6 +22,7 @@ pub mod schedule;
 pub mod share;
 pub mod shrink;
 mod step;
+#[cfg(test)]
 #[cfg(test)]
 pub mod testing;
 mod weights;
@@ -55,6 +59,7 @@ enum Sublayer {
     Mlp,
     Moe,
     Mamba,
+    DeltaNet,
 }
 
 fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
@@ -65,6 +70,8 @@ fn sublayers(kind: LayerKind) -> Result<&'static [Sublayer], WorkloadError> {
         LayerKind::MlpOnly => Ok(&[Sublayer::Mlp]),
         LayerKind::MoeOnly => Ok(&[Sublayer::Moe]),
         LayerKind::Mamba => Ok(&[Sublayer::Mamba]),
+        LayerKind::DeltaDense => Ok(&[Sublayer::DeltaNet, Sublayer::Mlp]),
+        LayerKind::DeltaMoe => Ok(&[Sublayer::DeltaNet, Sublayer::Moe]),
     }
 }
 

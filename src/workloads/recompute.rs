@@ -46,7 +46,11 @@ pub(super) fn groups(cfg: &RunConfig, share: &RankShare) -> Vec<Range<usize>> {
         let (end, last) = (chunk.end, chunk.start.saturating_add(most).min(chunk.end));
         (chunk.start..last).step_by(size).map(|a| a..(a + size).min(end)).collect::<Vec<_>>()
     };
-    share.chunks.iter().flat_map(of_chunk).collect()
+    // Upstream repeats every depth of multi-token prediction; their layers lie behind the chunks.
+    let decoder = share.chunks.iter().map(|c| c.end).max().unwrap_or(0);
+    let depth = cfg.model.mtp_layers.len().max(1);
+    let ahead = (decoder..share.layers.len()).step_by(depth).map(|a| a..a + depth);
+    share.chunks.iter().flat_map(of_chunk).chain(ahead).collect()
 }
 
 impl Stack<'_> {

@@ -10,7 +10,7 @@ use thiserror::Error;
 pub use layout::{Stage, layout_stages, pipeline_stages};
 
 use crate::config::{LayerKind, RunConfig};
-use crate::recipe::{LayerError, Values, layer_kinds, padded_vocab};
+use crate::recipe::{DELTA_NET, LayerError, Values, layer_kinds, padded_vocab};
 
 /// What a share is computed from; [`RankShare::of`] fills it from a run's configuration.
 #[derive(Debug, Clone, PartialEq)]
@@ -41,6 +41,7 @@ pub struct ShareInput {
     pub vocab: usize,
     pub experts: Option<ExpertInput>,
     pub mamba: Option<MambaInput>,
+    pub delta_net: Option<DeltaInput>,
     pub micro_batch: usize,
     pub global_batch: usize,
     /// Tokens of a sequence.
@@ -60,6 +61,13 @@ pub struct ExpertInput {
 pub struct MambaInput {
     pub heads: usize,
     pub groups: usize,
+}
+
+/// The gated delta net part of [`ShareInput`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DeltaInput {
+    pub key_heads: usize,
+    pub value_heads: usize,
 }
 
 /// What one rank holds and runs.
@@ -87,6 +95,9 @@ pub struct RankShare {
     /// 0 without Mamba layers.
     pub mamba_heads: usize,
     pub mamba_groups: usize,
+    /// 0 without gated delta net layers.
+    pub delta_key_heads: usize,
+    pub delta_value_heads: usize,
     /// The rank's two pieces of each sequence as (start, length) in tokens; cp 1: the whole and nothing.
     pub seq_chunks: [(usize, usize); 2],
     /// Tokens of a sequence on this rank: sequence / cp.
@@ -200,6 +211,23 @@ impl RankShare {
         if mamba_groups > 0 {
             split("the Mamba heads of a rank", mamba_heads, "groups", mamba_groups, "change the groups")?;
         }
+        let (delta_key_heads, delta_value_heads) = match input.delta_net {
+            None => (0, 0),
+            Some(d) => (
+                split("the delta net's key heads", d.key_heads, "tp", tp, "change -tp")?,
+                split("the delta net's value heads", d.value_heads, "tp", tp, "change -tp")?,
+            ),
+        };
+        if delta_key_heads > 0 {
+            let remedy = "change model.linear_num_value_heads or model.linear_num_key_heads";
+            split(
+                "the delta net's value heads of a rank",
+                delta_value_heads,
+                "key heads",
+                delta_key_heads,
+                remedy,
+            )?;
+        }
         Ok(RankShare {
             has_embedding: stage.iter().any(|s| s.embedding),
             has_loss: stage.iter().any(|s| s.loss),
@@ -219,6 +247,8 @@ impl RankShare {
             shared_expert_ffn,
             mamba_heads,
             mamba_groups,
+            delta_key_heads,
+            delta_value_heads,
             seq_chunks: sequence_chunks(seq, cp),
             seq: seq_local,
             tokens,
@@ -260,6 +290,10 @@ impl ShareInput {
                 shared_ffn: m.shared_expert_intermediate_size,
             }),
             mamba: model.mamba.as_ref().map(|m| MambaInput { heads: m.num_heads, groups: m.num_groups }),
+            delta_net: model
+                .delta_net
+                .as_ref()
+                .map(|d| DeltaInput { key_heads: d.key_heads, value_heads: d.value_heads }),
             micro_batch: batch.micro_batch_size,
             global_batch: batch.global_batch_size,
             seq: batch.seq_length,
@@ -311,6 +345,12 @@ impl ShareInput {
             }),
             mamba: number("mamba_num_heads")
                 .map(|heads| MambaInput { heads, groups: number("mamba_num_groups").unwrap_or(1) }),
+            delta_net: (model("attention_variant").and_then(|v| v.as_str()) == Some(DELTA_NET)).then(|| {
+                DeltaInput {
+                    key_heads: number("linear_num_key_heads").unwrap_or(0),
+                    value_heads: number("linear_num_value_heads").unwrap_or(0),
+                }
+            }),
             micro_batch: train("micro_batch_size").map_or(1, |n| n as usize),
             global_batch: train("global_batch_size").map_or(1, |n| n as usize),
             seq: number("seq_length").unwrap_or(0),

@@ -21,6 +21,10 @@ const LATENT_HEAD: usize = 32;
 /// Mamba heads a rank, and the width of head, state and chunk: several chunks a sequence.
 const MAMBA_HEADS: usize = 8;
 const MAMBA_WIDTH: usize = 32;
+/// Key heads of a gated delta net on a rank, value heads to each of them, and the width of both.
+const DELTA_KEY_HEADS: usize = 2;
+const DELTA_GROUP: usize = 2;
+const DELTA_WIDTH: usize = 32;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
 /// Most pipeline stages: a first, a last and stages between; and most model chunks of one.
@@ -96,6 +100,13 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         mamba.head_dim = mamba.head_dim.min(MAMBA_WIDTH);
         mamba.state_dim = mamba.state_dim.min(MAMBA_WIDTH);
         mamba.chunk_size = mamba.chunk_size.min(MAMBA_WIDTH);
+    }
+    if let Some(delta) = &mut m.delta_net {
+        let group = (delta.value_heads / delta.key_heads.max(1)).clamp(1, DELTA_GROUP);
+        delta.key_heads = delta.key_heads.min(DELTA_KEY_HEADS * tp);
+        delta.value_heads = delta.key_heads * group;
+        delta.key_dim = delta.key_dim.min(DELTA_WIDTH);
+        delta.value_dim = delta.value_dim.min(DELTA_WIDTH);
     }
     if let Some(moe) = &mut m.moe {
         if !given.experts {

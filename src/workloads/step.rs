@@ -110,6 +110,7 @@ impl Stack<'_> {
                     Sublayer::Mlp => self.mlp_forward(l, x)?,
                     Sublayer::Moe => self.moe_forward(l, x)?,
                     Sublayer::Mamba => self.mamba_forward(l, x)?,
+                    Sublayer::DeltaNet => self.delta_net_forward(l, x)?,
                 };
             }
             self.recomputed_layer(l, x);
@@ -133,6 +134,7 @@ impl Stack<'_> {
                     Sublayer::Mlp => self.mlp_backward(l, x, dx)?,
                     Sublayer::Moe => self.moe_backward(l, x, dx)?,
                     Sublayer::Mamba => self.mamba_backward(l, x, dx)?,
+                    Sublayer::DeltaNet => self.delta_net_backward(l, x, dx)?,
                 };
             }
         }

@@ -30,6 +30,8 @@ pub fn dense() -> RunConfig {
             vocab_size: 256,
             activation: Activation::Swiglu,
             layernorm_epsilon: 1e-5,
+            zero_centered_norms: false,
+            attention_output_gate: false,
             qk_layernorm: false,
             add_qkv_bias: false,
             add_bias_linear: false,
@@ -42,6 +44,7 @@ pub fn dense() -> RunConfig {
             hidden_dropout: 0.0,
             moe: None,
             mamba: None,
+            delta_net: None,
             mla: None,
             mtp_num_layers: 0,
             mtp_layers: vec![LayerKind::Dense],
@@ -163,6 +166,17 @@ pub fn hybrid() -> RunConfig {
     cfg.model.rotary_percent = 0.0;
     cfg.model.mamba =
         Some(Mamba { num_heads: 16, head_dim: 16, state_dim: 16, num_groups: 2, chunk_size: 32 });
+    cfg
+}
+
+/// Qwen3-Next in small: a gated delta net and full attention with an output gate, each before experts; zero-centred norms.
+pub fn delta_net() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Alltoall);
+    cfg.model.layers = vec![LayerKind::DeltaMoe, LayerKind::Moe];
+    cfg.model.rotary_percent = 0.5;
+    cfg.model.zero_centered_norms = true;
+    cfg.model.attention_output_gate = true;
+    cfg.model.delta_net = Some(DeltaNet { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 32 });
     cfg
 }
 

@@ -2,7 +2,7 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, head, mamba, mlp, moe, mtp, sublayers};
+use super::{Sublayer, WorkloadError, attention, delta_net, head, mamba, mlp, moe, mtp, sublayers};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};
@@ -21,22 +21,37 @@ pub struct Spec {
     pub shard: Shard,
     /// Lies with the experts, which are reduced over another group of ranks.
     pub expert: bool,
+    /// The scale of a norm, which a model may store less one.
+    pub scale: bool,
 }
 
 impl Spec {
     /// Random with `std`, all rows and columns local.
     pub fn normal(name: String, rows: usize, cols: usize, std: f64) -> Self {
-        Self { name, rows, cols, init: Init::Normal { std }, shard: Shard::default(), expert: false }
+        Self {
+            name,
+            rows,
+            cols,
+            init: Init::Normal { std },
+            shard: Shard::default(),
+            expert: false,
+            scale: false,
+        }
     }
-    /// The scale of a norm.
+    /// The scale of a norm: ones, stored as the model's norms are.
     pub fn ones(name: String, len: usize) -> Self {
+        Self { scale: true, ..Self::constant(name, len, 1.0) }
+    }
+    /// A vector of one value.
+    pub fn constant(name: String, len: usize, value: f64) -> Self {
         Self {
             name,
             rows: 1,
             cols: len,
-            init: Init::Const { value: 1.0 },
+            init: Init::Const { value },
             shard: Shard::default(),
             expert: false,
+            scale: false,
         }
     }
     /// Local row blocks (first global row, rows).
@@ -98,6 +113,7 @@ impl Weights {
                     Sublayer::Mlp => mlp::weights(cfg, share, index),
                     Sublayer::Moe => moe::weights(cfg, share, index)?,
                     Sublayer::Mamba => mamba::weights(cfg, share, index)?,
+                    Sublayer::DeltaNet => delta_net::weights(cfg, share, index)?,
                 });
             }
         }
@@ -108,6 +124,11 @@ impl Weights {
         // Depths of multi-token prediction may share one layer.
         let mut seen = HashSet::new();
         specs.retain(|s| seen.insert(s.name.clone()));
+        if cfg.model.zero_centered_norms {
+            for spec in specs.iter_mut().filter(|s| s.scale) {
+                spec.init = Init::Const { value: 0.0 };
+            }
+        }
         let p = &cfg.parallel;
         let dense_ranks = p.dp * p.cp;
         let expert_ranks = (p.dp * p.cp * p.tp / (p.ep * p.etp)).max(1);

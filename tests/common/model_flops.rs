@@ -18,7 +18,18 @@ pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
     let layers: f64 = share.layers.iter().map(|l| layer(l.kind, cfg, share)).sum();
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
-    (layers + PER_WEIGHT * head) * cfg.batch.num_microbatches as f64
+    (layers + PER_WEIGHT * head + ahead(cfg, share, head)) * cfg.batch.num_microbatches as f64
+}
+
+/// Multi-token prediction, where the rank has it: for each depth its layers, a projection from 2h to h, and the head.
+fn ahead(cfg: &RunConfig, share: &RankShare, head: f64) -> f64 {
+    if share.mtp_layers == 0 {
+        return 0.0;
+    }
+    let h = cfg.model.hidden_size;
+    let layers: f64 = cfg.model.mtp_layers.iter().map(|kind| layer(*kind, cfg, share)).sum();
+    let projection = product(&[2 * h, h / cfg.parallel.tp, share.tokens]);
+    cfg.model.mtp_num_layers as f64 * (layers + PER_WEIGHT * (projection + head))
 }
 
 /// Of one micro-batch.
@@ -30,6 +41,8 @@ fn layer(kind: LayerKind, cfg: &RunConfig, share: &RankShare) -> f64 {
         LayerKind::MlpOnly => mlp(cfg, share),
         LayerKind::MoeOnly => experts(cfg, share),
         LayerKind::Mamba => mamba(cfg, share),
+        LayerKind::DeltaDense => delta_net(cfg, share) + mlp(cfg, share),
+        LayerKind::DeltaMoe => delta_net(cfg, share) + experts(cfg, share),
     }
 }
 
@@ -38,31 +51,36 @@ fn matrices(cfg: &RunConfig) -> usize {
     if matches!(cfg.model.activation, Activation::SquaredRelu | Activation::Gelu) { 2 } else { 3 }
 }
 
-/// Products of every query with the keys, and of the probabilities with the values, up to its own position.
-fn causal_core(cfg: &RunConfig, share: &RankShare, key: usize, value: usize) -> f64 {
-    let pairs: f64 =
-        share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum();
-    BOTH_PASSES * 2.0 * pairs * product(&[cfg.batch.micro_batch_size, share.heads, key + value])
+/// Pairs of a query and a key up to its own position, of one sequence and head.
+fn causal_pairs(share: &RankShare) -> f64 {
+    share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum()
+}
+
+/// Down-projections on the rows of the tensor rank, up-projections and the output on all rows of its heads.
+fn latent_attention(cfg: &RunConfig, mla: &Mla, share: &RankShare) -> f64 {
+    let (h, heads) = (cfg.model.hidden_size, share.heads);
+    let (qk, v) = (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim);
+    let down = h * (mla.q_lora_rank.unwrap_or(0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim);
+    let up = mla.q_lora_rank.unwrap_or(h) * heads * qk
+        + mla.kv_lora_rank * heads * (mla.qk_head_dim + v)
+        + heads * v * h;
+    let weights = product(&[down, share.tokens_sequence_parallel]) + product(&[up, share.tokens]);
+    // One product as wide as a key, one as wide as a value.
+    let scores = 2.0 * causal_pairs(share) * product(&[cfg.batch.micro_batch_size, heads, qk + v]);
+    PER_WEIGHT * weights + BOTH_PASSES * scores
 }
 
 fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
-    let (h, d) = (cfg.model.hidden_size, cfg.model.kv_channels);
-    if let Some(m) = &cfg.model.mla {
-        return latent_attention(h, m, cfg, share);
+    if let Some(mla) = &cfg.model.mla {
+        return latent_attention(cfg, mla, share);
     }
-    let weights = product(&[h, d, 2 * share.heads + 2 * share.kv_heads]);
-    PER_WEIGHT * weights * share.tokens as f64 + causal_core(cfg, share, d, d)
-}
-
-/// Down-projections are whole on every tensor rank and work on the rows that it keeps.
-fn latent_attention(h: usize, m: &Mla, cfg: &RunConfig, share: &RankShare) -> f64 {
-    let (key, value) = (m.qk_head_dim + m.qk_pos_emb_head_dim, m.v_head_dim);
-    let down = h * (m.q_lora_rank.unwrap_or(0) + m.kv_lora_rank + m.qk_pos_emb_head_dim);
-    let q = share.heads * key * m.q_lora_rank.unwrap_or(h);
-    let kv = share.heads * (m.qk_head_dim + value) * m.kv_lora_rank;
-    let up = q + kv + share.heads * value * h;
-    let weights = product(&[down, share.tokens_sequence_parallel]) + product(&[up, share.tokens]);
-    PER_WEIGHT * weights + causal_core(cfg, share, key, value)
+    let (h, d) = (cfg.model.hidden_size, cfg.model.kv_channels);
+    let gates = if cfg.model.attention_output_gate { share.heads } else { 0 };
+    let weights = product(&[h, d, 2 * share.heads + gates + 2 * share.kv_heads]);
+    // Two products of a query with every key up to its own position.
+    let causal = causal_pairs(share);
+    let scores = 4.0 * causal * product(&[cfg.batch.micro_batch_size, share.heads, d]);
+    PER_WEIGHT * weights * share.tokens as f64 + BOTH_PASSES * scores
 }
 
 fn mlp(cfg: &RunConfig, share: &RankShare) -> f64 {
@@ -91,4 +109,16 @@ fn mamba(cfg: &RunConfig, share: &RankShare) -> f64 {
     let before = (m.chunk_size + 1) as f64 / 2.0;
     let scan = before * 2.0 * (bc + inner) as f64 + product(&[4, inner, m.state_dim]);
     (PER_WEIGHT * weights + BOTH_PASSES * scan) * share.tokens as f64
+}
+
+/// The gated delta rule by chunks of 64 tokens: two products a key head and two a value head with every earlier token
+/// of the chunk, and a state of `[value, key]` multiplied three times a token.
+fn delta_net(cfg: &RunConfig, share: &RankShare) -> f64 {
+    const CHUNK: usize = 64;
+    let (h, d) = (cfg.model.hidden_size, cfg.model.delta_net.as_ref().unwrap());
+    let (keys, values) = (share.delta_key_heads * d.key_dim, share.delta_value_heads * d.value_dim);
+    let weights = product(&[h, 2 * keys + 3 * values + 2 * share.delta_value_heads]);
+    let before = (CHUNK + 1) as f64 / 2.0;
+    let rule = before * 4.0 * (keys + values) as f64 + product(&[6, values, d.key_dim]);
+    (PER_WEIGHT * weights + BOTH_PASSES * rule) * share.tokens as f64
 }

@@ -71,7 +71,8 @@ class Step:
         self.aux = torch.zeros(())
 
     def norm(self, x, name):
-        return F.rms_norm(x, (x.shape[-1],), self.w[name].reshape(-1), self.m["layernorm_epsilon"])
+        w = self.w[name].reshape(-1)
+        return F.rms_norm(x, (x.shape[-1],), w + 1 if self.m["zero_centered_norms"] else w, self.m["layernorm_epsilon"])
 
     def latent_attention(self, i, x):
         """Multi-latent attention: low-rank q and kv, one rotated key part (neighbours pair up) for all heads."""
@@ -105,7 +106,8 @@ class Step:
         nq, nkv, d = m["num_attention_heads"], m["num_query_groups"], m["kv_channels"]
         b, s, _ = x.shape
         y = F.linear(self.norm(x, p + "norm.weight"), self.w[p + "qkv.weight"])
-        q, k, v = y.split([nq * d, nkv * d, nkv * d], -1)
+        gated = m["attention_output_gate"]
+        q, k, v, *gate = y.split([nq * d, nkv * d, nkv * d] + [nq * d] * gated, -1)
         q, k, v = q.view(b, s, nq, d), k.view(b, s, nkv, d), v.view(b, s, nkv, d)
         if m["qk_layernorm"]:
             q, k = self.norm(q, p + "q_norm.weight"), self.norm(k, p + "k_norm.weight")
@@ -113,7 +115,10 @@ class Step:
         q, k = rope(q, pos, m, rot), rope(k, pos, m, rot)
         k, v = (t.repeat_interleave(nq // nkv, 2) for t in (k, v))
         o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        return x + F.linear(o.transpose(1, 2).reshape(b, s, nq * d), self.w[p + "proj.weight"])
+        o = o.transpose(1, 2).reshape(b, s, nq * d)
+        if gated:
+            o = o * torch.sigmoid(gate[0])
+        return x + F.linear(o, self.w[p + "proj.weight"])
 
     def activation(self, a):
         if self.m["activation"] == "squared_relu":
@@ -146,6 +151,29 @@ class Step:
         y = (y.reshape(b, s, inner) * F.silu(z)).view(b, s, g, inner // g)
         y = F.rms_norm(y, (inner // g,), None, self.m["layernorm_epsilon"]).reshape(b, s, inner) * w("gated_norm.weight").view(-1)
         return x + F.linear(y, w("out_proj.weight"))
+
+    def delta_net(self, i, x):
+        """Gated delta net, token by token: S = exp(g) S, S += k (beta (v - S^T k))^T, o = S^T q."""
+        e, p = self.m["delta_net"], f"layer{i}.delta."
+        hk, hv, dk, dv = e["key_heads"], e["value_heads"], e["key_dim"], e["value_dim"]
+        b, s, _ = x.shape
+        w = lambda what: self.w[p + what]
+        z, qkv, beta, alpha = F.linear(self.norm(x, p + "norm.weight"), w("in_proj.weight")).split([hv * dv, 2 * hk * dk + hv * dv, hv, hv], -1)
+        taps = w("conv.weight").shape[-1]
+        qkv = F.silu(F.conv1d(F.pad(qkv.transpose(1, 2), (taps - 1, 0)), w("conv.weight")[:, None], groups=qkv.shape[-1]).transpose(1, 2))
+        q, k, v = qkv.split([hk * dk, hk * dk, hv * dv], -1)
+        unit = lambda t: t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
+        q, k = (unit(t.reshape(b, s, hk, dk)).repeat_interleave(hv // hk, 2) for t in (q, k))
+        q, v, beta = q / math.sqrt(dk), v.reshape(b, s, hv, dv), torch.sigmoid(beta)
+        g = -w("a_log").view(-1).exp() * F.softplus(alpha + w("dt_bias").view(-1))
+        state, out = torch.zeros(b, hv, dk, dv), []
+        for t in range(s):
+            state = state * g[:, t].exp()[..., None, None]
+            held = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (v[:, t] - held))
+            out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+        y = self.norm(torch.stack(out, 1), p + "out_norm.weight") * F.silu(z.view(b, s, hv, dv))
+        return x + F.linear(y.reshape(b, s, hv * dv), w("out_proj.weight"))
 
     def mlp(self, i, x):
         p = f"layer{i}.mlp."
@@ -262,11 +290,13 @@ class Step:
         """Layer `i` of the model, number `local` of those that were run."""
         if kind in ("dense", "moe", "attn_only"):
             x = self.attention(i, x)
-        if kind in ("dense", "mlp_only"):
+        if kind in ("delta_dense", "delta_moe"):
+            x = self.delta_net(i, x)
+        if kind in ("dense", "mlp_only", "delta_dense"):
             x = self.mlp(i, x)
         if kind == "mamba":
             x = self.mamba(i, x)
-        if kind in ("moe", "moe_only"):
+        if kind in ("moe", "moe_only", "delta_moe"):
             x = self.moe(i, local, x)
         return x
 

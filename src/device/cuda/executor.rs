@@ -68,6 +68,8 @@ pub struct CudaExecutor {
     digest_words: DeviceMemory,
     monitor: Monitor,
     attention_use: AttentionUse,
+    /// Of the GEMM plans of both arms.
+    gemm_plan_digest: Option<String>,
     inject: Option<Inject>,
     /// Step whose results hold an injected fault.
     marred: Option<(u64, Kind)>,
@@ -102,6 +104,7 @@ impl CudaExecutor {
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
         let mut attention_use = AttentionUse::default();
+        session.matmuls.borrow_mut().begin_run();
         let mut side = |arm| -> Result<Side, DeviceError> {
             let mut kernels = session.kernels.borrow_mut();
             let mut matmuls = session.matmuls.borrow_mut();
@@ -122,6 +125,7 @@ impl CudaExecutor {
         let eager = side(&plan.eager)?;
         let graph = plan.graph.as_ref().map(&mut side).transpose()?;
         session.matmuls.borrow_mut().end_tuning();
+        let gemm_plan_digest = session.matmuls.borrow().digest();
         let slot = || -> Result<Slot, DeviceError> {
             Ok(Slot {
                 start: context.event(true)?,
@@ -143,6 +147,7 @@ impl CudaExecutor {
             digest_words: context.alloc(digests * 8, "digests")?,
             monitor: Monitor::new(&context.uuid),
             attention_use,
+            gemm_plan_digest,
             inject,
             marred: None,
             host: None,
@@ -349,6 +354,7 @@ impl Executor for CudaExecutor {
             cuda_version: Some(format!("{}.{}", context.driver_cuda / 1000, context.driver_cuda % 1000 / 10)),
             total_memory_mib: Some(context.total_bytes as f64 / MIB),
             attention_backend: self.attention_use.title(),
+            gemm_plan_digest: self.gemm_plan_digest.clone(),
             libraries: libraries.into_iter().filter_map(version).collect(),
             notices: self.attention_use.refusals.clone(),
         }

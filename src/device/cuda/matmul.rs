@@ -52,6 +52,8 @@ pub struct Matmuls {
     plans: HashMap<PlanKey, Rc<Plan>>,
     /// Plans whose rows change from call to call: never shared with those above, whose layouts stay.
     varying: HashMap<PlanKey, Rc<Plan>>,
+    /// Distinct products since [`Matmuls::begin_run`], in the order they were asked for.
+    in_force: Vec<(PlanKey, Rc<Plan>)>,
 }
 
 /// What decides an algorithm.
@@ -89,12 +91,13 @@ impl Matmuls {
             online: Some(Online { tuner, disk, machine, context: context.clone(), handle }),
             plans: HashMap::new(),
             varying: HashMap::new(),
+            in_force: Vec::new(),
         })
     }
 
     /// For no device: plans can be made and not issued.
     pub fn offline() -> Self {
-        Self { online: None, plans: HashMap::new(), varying: HashMap::new() }
+        Self { online: None, plans: HashMap::new(), varying: HashMap::new(), in_force: Vec::new() }
     }
 
     /// A product on these addresses. `c` is read when `spec` accumulates, and may equal `d`. Errors: a shape that
@@ -119,6 +122,7 @@ impl Matmuls {
             (None, None) => Rc::new(Plan::offline(spec)),
             (None, Some(online)) => Rc::new(online.make(&key, call)?),
         };
+        self.used(&key, &plan);
         self.plans.insert(key, plan.clone());
         Ok(MatmulPlan { plan, call })
     }
@@ -137,8 +141,30 @@ impl Matmuls {
             (None, None) => Rc::new(Plan::offline(spec)),
             (None, Some(online)) => Rc::new(online.make(&key, call)?),
         };
+        self.used(&key, &plan);
         self.varying.insert(key, plan.clone());
         Ok(plan)
+    }
+
+    /// A program's products are asked for from here on; plans of earlier ones stay.
+    pub(super) fn begin_run(&mut self) {
+        self.in_force.clear();
+    }
+
+    /// Hash of the products of this run in their order: shape, layout, dtype, alignment, and the bytes of the
+    /// algorithm that was chosen. `None` without products.
+    pub(super) fn digest(&self) -> Option<String> {
+        let chosen = self.in_force.iter().map(|(key, plan)| {
+            (format!("{key:?}"), plan.algo.as_ref().map(bytes_of).unwrap_or_default())
+        });
+        digest_of(chosen)
+    }
+
+    fn used(&mut self, key: &PlanKey, plan: &Rc<Plan>) {
+        // A few dozen at most.
+        if !self.in_force.iter().any(|(k, p)| k == key && Rc::ptr_eq(p, plan)) {
+            self.in_force.push((key.clone(), plan.clone()));
+        }
     }
 
     /// Frees the memory that tuning needed. Call it when all plans are made.
@@ -185,6 +211,18 @@ impl Online {
     }
 }
 
+/// FNV-1a over names and algorithms, as 16 hexadecimal digits.
+fn digest_of(chosen: impl Iterator<Item = (String, Vec<u8>)>) -> Option<String> {
+    const OFFSET_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x0000_0100_0000_01b3;
+    let mut hash = None;
+    for (name, algo) in chosen {
+        let bytes = name.bytes().chain(algo);
+        hash = Some(bytes.fold(hash.unwrap_or(OFFSET_BASIS), |h, b| (h ^ u64::from(b)).wrapping_mul(PRIME)));
+    }
+    hash.map(|h| format!("{h:016x}"))
+}
+
 fn bytes_of(algo: &sys::cublasLtMatmulAlgo_t) -> Vec<u8> {
     algo.data.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
@@ -227,6 +265,46 @@ mod tests {
         let algo = sys::cublasLtMatmulAlgo_t { data: [1, 2, 3, 4, 5, 6, 7, u64::MAX] };
         assert_eq!(algo_of(&bytes_of(&algo)).unwrap(), algo);
         assert!(algo_of(&[0; 63]).is_none() && algo_of(&[0; 72]).is_none());
+    }
+
+    #[test]
+    fn a_digest_tells_products_algorithms_and_their_order_apart() {
+        let of = |chosen: &[(&str, u8)]| {
+            digest_of(chosen.iter().map(|(name, algo)| ((*name).to_owned(), vec![*algo; 64])))
+        };
+        assert_eq!(of(&[]), None);
+        let plain = of(&[("a", 1), ("b", 2)]);
+        assert_eq!(plain, of(&[("a", 1), ("b", 2)]));
+        assert_eq!(plain.as_ref().map(String::len), Some(16));
+        for other in [&[("a", 1), ("b", 3)][..], &[("b", 2), ("a", 1)], &[("a", 1)], &[("c", 1), ("b", 2)]] {
+            assert_ne!(of(other), plain, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_digest_is_of_this_runs_products() {
+        let spec = |m| MatmulSpec {
+            m,
+            n: 8,
+            k: 8,
+            layout: Layout::Nt,
+            batch: 1,
+            out: DType::Bf16,
+            accumulate: false,
+        };
+        let p = DevPtr(512);
+        let mut matmuls = Matmuls::offline();
+        let mut run = |sizes: &[usize]| {
+            matmuls.begin_run();
+            sizes.iter().for_each(|m| drop(matmuls.plan(&spec(*m), p, p, p, p, p).unwrap()));
+            matmuls.digest()
+        };
+        assert_eq!(run(&[]), None);
+        let first = run(&[8, 16]);
+        // Repeats say nothing new, and plans of an earlier run are none of this one.
+        assert_eq!(run(&[8, 16, 8]), first);
+        assert_ne!(run(&[8]), first);
+        assert_eq!(run(&[8, 16]), first);
     }
 
     #[test]

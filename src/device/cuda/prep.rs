@@ -265,9 +265,18 @@ impl OfflinePrep {
 
     /// Prepares `op` on made-up addresses.
     pub fn prepare(&mut self, op: &dyn crate::ops::Op) -> Result<(), DeviceError> {
+        self.launches(op).map(|_| ())
+    }
+
+    /// As [`Self::prepare`]; returns the kernels, copies and memsets that the op puts on a stream. A product counts as
+    /// one, and attention is our own: what libraries launch is known on a device alone.
+    pub fn launches(&mut self, op: &dyn crate::ops::Op) -> Result<usize, DeviceError> {
         // Distinct, aligned, never touched.
         let args: Vec<DevPtr> = (1..=op.args().len() as u64).map(|i| DevPtr(i << 40)).collect();
-        op.prepare(&mut self.prep(), &args, DevPtr(1 << 50)).map(|_| ())
+        let issue = op.prepare(&mut self.prep(), &args, DevPtr(1 << 50))?;
+        let mut work = Vec::new();
+        issue.list_work(&mut work);
+        Ok(work.len())
     }
 }
 

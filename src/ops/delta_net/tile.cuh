@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) delta_prepare(const bf16* q
             mma_pair(qk[j], aq, fb);
         }
     }
+    __syncthreads();                             // the scales are there
     #pragma unroll
     for (int j = 0; j < TOKEN_TILES; ++j)
         #pragma unroll

@@ -1,6 +1,9 @@
 //! Mamba-2's gated group norm (Dao and Gu, 2024): y = rmsnorm over each group of (x * silu(z)), times a weight.
 //!
-//! z is the first `groups * group` columns of rows of `z_stride`: the in-projection's output.
+//! z is the first `groups * group` columns of rows of `z_stride`: the in-projection's output. [`after`] has the order of the
+//! gated delta net, which norms first.
+
+pub mod after;
 
 use super::support::{VECTOR, addresses, aligned};
 use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};

@@ -1,4 +1,4 @@
-// Causal depthwise convolution over tokens, width 4, with bias and SiLU. A thread owns eight channels and walks ROWS
+// Causal depthwise convolution over tokens, width 4, with SiLU and, where BIAS is 1, a bias. A thread owns eight channels and walks ROWS
 // tokens of a tile with the last inputs in registers.
 constexpr int TAPS = 4;
 
@@ -10,7 +10,9 @@ struct Filter {
     __device__ __forceinline__ Filter(const bf16* weight, const bf16* bias_, int c) {
         #pragma unroll
         for (int i = 0; i < TAPS; ++i) load8(weight + (i64)c * TAPS + i * 8, &w[2 * i][0]);
-        load8(bias_ + c, bias);
+        #pragma unroll
+        for (int e = 0; e < 8; ++e) bias[e] = 0.f;
+        if (BIAS) load8(bias_ + c, bias);
     }
 };
 __device__ __forceinline__ void zero8(float v[8]) {
@@ -56,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(128) mamba_conv_fwd(const bf16* in,
 
 // Whole rows of the gradient of the in-projection's output: dz as it is, the convolution's own part, ddt as it is.
 // With p the value before SiLU and g = dout silu'(p): din[t] = sum_k w[k] g[t + 3 - k]; per tile, partial
-// [tile][5 * channels] holds dw [channel][tap], then dbias. A thread computes g of its tile and of the three tokens after
+// [tile][(4 + BIAS) * channels] holds dw [channel][tap], then dbias. A thread computes g of its tile and of the three tokens after
 // it (whose share of dw belongs to the next tile).
 extern "C" __global__ void __launch_bounds__(128) mamba_conv_bwd(const bf16* in, const bf16* weight, const bf16* bias, const bf16* dout,
     const bf16* dz, const bf16* ddt, bf16* din, float* partial, int width, int first, int channels, int tail, int seq) {
@@ -129,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(128) mamba_conv_bwd(const bf16* in,
             store8(to + (i64)(t - (TAPS - 1)) * width, o);
         }
     }
-    float* part = partial + ((i64)blockIdx.z * gridDim.y + blockIdx.y) * (TAPS + 1) * channels;
+    float* part = partial + ((i64)blockIdx.z * gridDim.y + blockIdx.y) * (TAPS + BIAS) * channels;
     #pragma unroll
     for (int i = 0; i < TAPS; ++i) store8(part + (i64)c * TAPS + i * 8, &dw[2 * i][0]);
-    store8(part + (i64)TAPS * channels + c, db);
+    if (BIAS) store8(part + (i64)TAPS * channels + c, db);
 }

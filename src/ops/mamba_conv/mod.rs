@@ -1,10 +1,10 @@
-//! Mamba-2's causal depthwise convolution over tokens with bias and SiLU: out[t, c] = silu(bias`[c]` + sum_k w[c, k]
-//! in[t - 3 + k, c]), each sequence from zeros.
+//! Causal depthwise convolution over tokens with SiLU, of Mamba-2 with a bias, of the gated delta net without: out[t, c] =
+//! silu(bias`[c]` + sum_k w[c, k] in[t - 3 + k, c]), each sequence from zeros.
 //!
-//! The input is a column block of the in-projection's output [z, x, B, C, dt]: columns `first..first + channels` of rows of
+//! The input is a column block of the in-projection's output ([z, x, B, C, dt]; [z, q, k, v, b, alpha]): columns `first..first + channels` of rows of
 //! `width`. The backward writes whole rows of that output's gradient, with the parts of z and dt that other ops computed.
 
-use super::support::{VECTOR, addresses, aligned};
+use super::support::{VECTOR, aligned};
 use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -12,7 +12,7 @@ use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, P
 use crate::program::DType;
 use rayon::prelude::*;
 
-/// Width of the filter; `mamba_conv_kernel` of every model.
+/// Width of the filter; `mamba_conv_kernel` and `linear_conv_kernel_dim` of every model.
 pub const TAPS: usize = 4;
 
 /// Where the convolution lies.
@@ -21,22 +21,24 @@ pub struct ConvShape {
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq: usize,
-    /// x, B and C.
+    /// x, B and C; q, k and v.
     pub channels: usize,
     /// Columns before them (z).
     pub first: usize,
-    /// Columns after them (dt).
+    /// Columns after them (dt; b and alpha).
     pub tail: usize,
+    pub bias: bool,
 }
 
-/// Args: in R bf16 [T, first + channels + tail], weight R bf16 [channels, 4], bias R bf16 `[channels]`, out W bf16 [T, channels].
+/// Args: in R bf16 [T, first + channels + tail], weight R bf16 [channels, 4], [bias R bf16 `[channels]` if
+/// there is one], out W bf16 [T, channels].
 #[derive(Debug, Clone, PartialEq)]
 pub struct MambaConvFwd {
     pub shape: ConvShape,
 }
 
 /// Args: in, weight, bias as in [`MambaConvFwd`], dout R bf16 [T, channels], dz R bf16 [T, first], ddt R bf16 [T, tail], din W
-/// bf16 [T, first + channels + tail], partial W f32 [batch * tiles, 5 * channels] (dw as [channels, 4], then dbias; rows to be
+/// bf16 [T, first + channels + tail], partial W f32 [batch * tiles, partial_cols] (dw as [channels, 4], then dbias; rows to be
 /// summed).
 #[derive(Debug, Clone, PartialEq)]
 pub struct MambaConvBwd {
@@ -61,20 +63,34 @@ impl ConvShape {
     pub fn partial_rows(&self) -> usize {
         self.batch * self.tiles()
     }
+    /// Columns of the partial gradients: of the weights, then of the biases.
+    pub fn partial_cols(&self) -> usize {
+        (TAPS + usize::from(self.bias)) * self.channels
+    }
+    /// Arguments before those of the direction.
+    fn own_args(&self) -> usize {
+        2 + usize::from(self.bias)
+    }
     fn inputs(&self) -> Vec<ArgSpec> {
         let bf16 = DType::Bf16;
-        vec![
+        let mut args = vec![
             ArgSpec::read("in", bf16, &[self.tokens(), self.width()]),
             ArgSpec::read("weight", bf16, &[self.channels, TAPS]),
-            ArgSpec::read("bias", bf16, &[self.channels]),
-        ]
+        ];
+        if self.bias {
+            args.push(ArgSpec::read("bias", bf16, &[self.channels]));
+        }
+        args
+    }
+    fn read<'a, T: Real>(&self, args: &mut CpuArgs<'a, T>) -> Result<Read<'a, T>, DeviceError> {
+        Ok((args.input(0)?, args.input(1)?, if self.bias { Some(args.input(2)?) } else { None }))
     }
     /// Value before SiLU of token `t` of sequence `b`.
-    fn before<T: Real>(&self, (x, w, bias): (&[T], &[T], &[T]), b: usize, t: usize, c: usize) -> T {
+    fn before<T: Real>(&self, (x, w, bias): Read<T>, b: usize, t: usize, c: usize) -> T {
         let at = |t: usize| x[(b * self.seq + t) * self.width() + self.first + c];
-        (0..TAPS)
-            .filter(|k| t + k + 1 >= TAPS)
-            .fold(bias[c], |sum, k| sum + w[c * TAPS + k] * at(t + k + 1 - TAPS))
+        (0..TAPS).filter(|k| t + k + 1 >= TAPS).fold(bias.map_or(T::of(0.0), |bias| bias[c]), |sum, k| {
+            sum + w[c * TAPS + k] * at(t + k + 1 - TAPS)
+        })
     }
     fn issue(
         &self,
@@ -100,8 +116,16 @@ impl ConvShape {
                 self.batch, self.seq
             )));
         }
-        let kernel = cuda.kernel(SOURCE, entry, &[("ROWS", ROWS.to_string())], 0)?;
+        let kernel = cuda.kernel(
+            SOURCE,
+            entry,
+            &[("ROWS", ROWS.to_string()), ("BIAS", usize::from(self.bias).to_string())],
+            0,
+        )?;
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
+        if !self.bias {
+            params.insert(2, args[1].into()); // in the bias's place, not read; `bind` checks the number
+        }
         for (what, n) in ints {
             params.push(int_param(op, what, *n)?.into());
         }
@@ -115,6 +139,9 @@ impl ConvShape {
     }
 }
 
+/// in, weight and bias.
+type Read<'a, T> = (&'a [T], &'a [T], Option<&'a [T]>);
+
 fn sigmoid<T: Real>(x: T) -> T {
     T::of(1.0) / (T::of(1.0) + (-x).exp())
 }
@@ -122,8 +149,8 @@ fn sigmoid<T: Real>(x: T) -> T {
 impl MambaConvFwd {
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let s = &self.shape;
-        let read = (args.input(0)?, args.input(1)?, args.input(2)?);
-        args.output(3)?.par_chunks_mut(s.channels.max(1)).enumerate().for_each(|(row, out)| {
+        let read = s.read(args)?;
+        args.output(s.own_args())?.par_chunks_mut(s.channels.max(1)).enumerate().for_each(|(row, out)| {
             for (c, out) in out.iter_mut().enumerate() {
                 let p = s.before(read, row / s.seq, row % s.seq, c);
                 *out = (p * sigmoid(p)).bf16();
@@ -136,9 +163,9 @@ impl MambaConvFwd {
 impl MambaConvBwd {
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let s = &self.shape;
-        let read = (args.input(0)?, args.input(1)?, args.input(2)?);
-        let (dout, dz, ddt) = (args.input(3)?, args.input(4)?, args.input(5)?);
-        let (din, partial) = (args.output(6)?, args.output(7)?);
+        let (read, at) = (s.read(args)?, s.own_args());
+        let (dout, dz, ddt) = (args.input(at)?, args.input(at + 1)?, args.input(at + 2)?);
+        let (din, partial) = (args.output(at + 3)?, args.output(at + 4)?);
         let (channels, seq) = (s.channels.max(1), s.seq.max(1));
         let mut g = vec![T::of(0.0); s.tokens() * s.channels];
         g.par_chunks_mut(channels).enumerate().for_each(|(row, g)| {
@@ -161,7 +188,7 @@ impl MambaConvBwd {
                 out[s.first + c] = sum.bf16();
             }
         });
-        partial.par_chunks_mut((TAPS + 1) * channels).enumerate().for_each(|(tile, out)| {
+        partial.par_chunks_mut(s.partial_cols().max(1)).enumerate().for_each(|(tile, out)| {
             let (b, t0) = (tile / s.tiles(), tile % s.tiles() * ROWS);
             let rows = t0..(t0 + ROWS).min(s.seq);
             for c in 0..s.channels {
@@ -171,7 +198,9 @@ impl MambaConvBwd {
                     let x = |t: usize| read.0[(b * s.seq + t + k + 1 - TAPS) * s.width() + s.first + c];
                     out[c * TAPS + k] = from.map(|t| grad(t) * x(t)).sum::<T>().f32();
                 }
-                out[TAPS * channels + c] = rows.clone().map(grad).sum::<T>().f32();
+                if s.bias {
+                    out[TAPS * channels + c] = rows.clone().map(grad).sum::<T>().f32();
+                }
             }
         });
         Ok(())
@@ -194,7 +223,7 @@ impl Op for MambaConvFwd {
     }
     /// The channels' columns alone are read.
     fn bytes(&self) -> f64 {
-        (self.shape.tokens() * self.shape.channels * 4 + self.shape.channels * (TAPS + 1) * 2) as f64
+        (self.shape.tokens() * self.shape.channels * 4 + self.shape.partial_cols() * 2) as f64
     }
     fn tolerance(&self, _arg: usize) -> f64 {
         tolerance(DType::Bf16, TAPS, 0)
@@ -207,7 +236,6 @@ impl Op for MambaConvFwd {
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         let s = &self.shape;
-        addresses::<4>(self.name(), args)?;
         let ints = [("width", s.width()), ("first", s.first), ("channels", s.channels), ("seq", s.seq)];
         s.issue(self.name(), "mamba_conv_fwd", cuda, args, s.channels, &ints)
     }
@@ -225,7 +253,7 @@ impl Op for MambaConvBwd {
         args.push(ArgSpec::read("dz", bf16, &[t, s.first]));
         args.push(ArgSpec::read("ddt", bf16, &[t, s.tail]));
         args.push(ArgSpec::write("din", bf16, &[t, s.width()]));
-        args.push(ArgSpec::write("partial", DType::F32, &[s.partial_rows(), (TAPS + 1) * s.channels]));
+        args.push(ArgSpec::write("partial", DType::F32, &[s.partial_rows(), s.partial_cols()]));
         args
     }
     /// The forward again, the slope of SiLU (five), and both gradients of the products.
@@ -236,10 +264,14 @@ impl Op for MambaConvBwd {
     fn bytes(&self) -> f64 {
         let s = &self.shape;
         let per_token = 3 * s.channels + 2 * (s.first + s.tail);
-        (s.tokens() * per_token * 2 + s.partial_rows() * (TAPS + 1) * s.channels * 4) as f64
+        (s.tokens() * per_token * 2 + s.partial_rows() * s.partial_cols() * 4) as f64
     }
     fn tolerance(&self, arg: usize) -> f64 {
-        if arg == 7 { tolerance(DType::F32, ROWS, 0) } else { tolerance(DType::Bf16, TAPS, 0) }
+        if arg == self.shape.own_args() + 4 {
+            tolerance(DType::F32, ROWS, 0)
+        } else {
+            tolerance(DType::Bf16, TAPS, 0)
+        }
     }
     cpu_reference!();
     fn prepare(
@@ -249,7 +281,6 @@ impl Op for MambaConvBwd {
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         let s = &self.shape;
-        addresses::<8>(self.name(), args)?;
         let ints = [
             ("width", s.width()),
             ("first", s.first),
@@ -268,40 +299,46 @@ mod tests {
 
     fn check(shape: ConvShape) {
         let (fwd, bwd) = (MambaConvFwd { shape }, MambaConvBwd { shape });
+        let at = shape.own_args();
         let v = inputs(&fwd, 2);
         check_f32_against_f64(&fwd, &v);
-        let b = inputs(&bwd, 2);
-        check_f32_against_f64(&bwd, &[v[..3].to_vec(), b[3..].to_vec()].concat());
-        let after = run_f64(&bwd, &[v[..3].to_vec(), b[3..].to_vec()].concat());
+        let b = [v[..at].to_vec(), inputs(&bwd, 2)[at..].to_vec()].concat();
+        check_f32_against_f64(&bwd, &b);
+        let after = run_f64(&bwd, &b);
         let (c, w) = (shape.channels, shape.width());
         // Columns outside the channels carry what was given.
-        let mut din = after[6].clone();
+        let mut din = after[at + 3].clone();
         for t in 0..shape.tokens() {
             let row = &mut din[t * w..][..w];
-            assert_eq!(row[..shape.first], b[4][t * shape.first..][..shape.first]);
-            assert_eq!(row[shape.first + c..], b[5][t * shape.tail..][..shape.tail]);
+            assert_eq!(row[..shape.first], b[at + 1][t * shape.first..][..shape.first]);
+            assert_eq!(row[shape.first + c..], b[at + 2][t * shape.tail..][..shape.tail]);
             row[..shape.first].fill(0.0);
             row[shape.first + c..].fill(0.0);
         }
-        check_op_gradient(&fwd, &v, &[(3, &b[3])], 0, &din);
-        let sum = |i: usize| (0..shape.partial_rows()).map(|r| after[7][r * (TAPS + 1) * c + i]).sum();
+        let outs = [(at, b[at].as_slice())];
+        check_op_gradient(&fwd, &v, &outs, 0, &din);
+        let sum =
+            |i: usize| (0..shape.partial_rows()).map(|r| after[at + 4][r * shape.partial_cols() + i]).sum();
         let dw: Vec<f64> = (0..TAPS * c).map(sum).collect();
-        check_op_gradient(&fwd, &v, &[(3, &b[3])], 1, &dw);
-        let db: Vec<f64> = (TAPS * c..(TAPS + 1) * c).map(sum).collect();
-        check_op_gradient(&fwd, &v, &[(3, &b[3])], 2, &db);
+        check_op_gradient(&fwd, &v, &outs, 1, &dw);
+        if shape.bias {
+            let db: Vec<f64> = (TAPS * c..(TAPS + 1) * c).map(sum).collect();
+            check_op_gradient(&fwd, &v, &outs, 2, &db);
+        }
     }
 
     #[test]
     fn backward_is_the_forwards_gradient() {
-        check(ConvShape { batch: 2, seq: 5, channels: 3, first: 2, tail: 1 });
-        check(ConvShape { batch: 1, seq: 2, channels: 2, first: 1, tail: 2 });
+        check(ConvShape { batch: 2, seq: 5, channels: 3, first: 2, tail: 1, bias: true });
+        check(ConvShape { batch: 2, seq: 5, channels: 3, first: 2, tail: 1, bias: false });
+        check(ConvShape { batch: 1, seq: 2, channels: 2, first: 1, tail: 2, bias: true });
         // Two tiles.
-        check(ConvShape { batch: 1, seq: ROWS + 3, channels: 1, first: 1, tail: 1 });
+        check(ConvShape { batch: 1, seq: ROWS + 3, channels: 1, first: 1, tail: 1, bias: true });
     }
 
     #[test]
     fn tokens_see_no_later_ones() {
-        let shape = ConvShape { batch: 1, seq: 9, channels: 1, first: 0, tail: 0 };
+        let shape = ConvShape { batch: 1, seq: 9, channels: 1, first: 0, tail: 0, bias: true };
         let fwd = MambaConvFwd { shape };
         let mut v = inputs(&fwd, 4);
         let before = run_f64(&fwd, &v)[3].clone();

@@ -1,5 +1,6 @@
 // RMSNorm forward and backward, and the column sum that finishes weight gradients.
-// Defines: THREADS (a block), VECS (16-byte vectors a thread holds of one row), OUT (dtype of column_sum).
+// Defines: THREADS (a block), VECS (16-byte vectors a thread holds of one row), OUT (dtype of column_sum), ZERO_CENTERED (the
+// weight is stored less one).
 // A row stays in registers between its two uses: x, dy, y and dx cross device memory once.
 
 #ifndef THREADS
@@ -17,6 +18,14 @@
 __device__ __forceinline__ void unpack8(uint4 q, float v[8]) {
     v[0] = bf16_lo(q.x); v[1] = bf16_hi(q.x); v[2] = bf16_lo(q.y); v[3] = bf16_hi(q.y);
     v[4] = bf16_lo(q.z); v[5] = bf16_hi(q.z); v[6] = bf16_lo(q.w); v[7] = bf16_hi(q.w);
+}
+// Eight scales.
+__device__ __forceinline__ void unpack_weight(uint4 q, float v[8]) {
+    unpack8(q, v);
+#ifdef ZERO_CENTERED
+    #pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] += 1.f;
+#endif
 }
 // This thread's vectors of a row of `vectors` vectors; zeros past its end.
 __device__ __forceinline__ void load_row(const bf16* row, int vectors, uint4 v[VECS]) {
@@ -61,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_fwd(const bf16* x,
         if (c >= vectors) break;
         float a[8], w[8];
         unpack8(xv[i], a);
-        unpack8(wv[i], w);
+        unpack_weight(wv[i], w);
         #pragma unroll
         for (int e = 0; e < 8; ++e) a[e] = a[e] * r * w[e];
         store8(y + row * hidden + 8 * c, a);
@@ -112,7 +121,7 @@ __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, cons
             float a[8], d[8], w[8];
             unpack8(xv[i], a);
             unpack8(dyv[i], d);
-            unpack8(AHEAD ? wv[i] : weight_at(weight, vectors, i), w);
+            unpack_weight(AHEAD ? wv[i] : weight_at(weight, vectors, i), w);
             #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 const float n = a[e] * r;
@@ -128,7 +137,7 @@ __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, cons
                 float a[8], d[8], w[8], o[8];
                 unpack8(xv[i], a);
                 unpack8(dyv[i], d);
-                unpack8(AHEAD ? wv[i] : weight_at(weight, vectors, i), w);
+                unpack_weight(AHEAD ? wv[i] : weight_at(weight, vectors, i), w);
                 #pragma unroll
                 for (int e = 0; e < 8; ++e) o[e] = r * (d[e] * w[e] - a[e] * r * mean);
                 if (RESIDUAL) {

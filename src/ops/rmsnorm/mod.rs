@@ -24,6 +24,8 @@ pub struct RmsNormFwd {
     pub tokens: usize,
     pub hidden: usize,
     pub eps: f64,
+    /// `weight` is stored less one: w + 1 is used.
+    pub zero_centered: bool,
 }
 
 /// With g = dy * weight and n = x * rstd: dx = rstd * (g - n * mean(g * n)) + dres, dw = sum of dy * n.
@@ -35,6 +37,13 @@ pub struct RmsNormBwd {
     pub hidden: usize,
     /// Adds `dres`, the gradient that reaches x around the norm.
     pub residual: bool,
+    /// As in the forward.
+    pub zero_centered: bool,
+}
+
+/// What is added to a stored scale.
+pub fn scale_offset(zero_centered: bool) -> f64 {
+    if zero_centered { 1.0 } else { 0.0 }
 }
 
 /// dw (+)= sums of columns `first..first + cols` of `partial`, in a fixed order. Args: partial R f32 `[rows,width]`,
@@ -57,14 +66,14 @@ impl RmsNormFwd {
     /// Row sums in f64.
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let (x, weight, y, rstd) = (args.input(0)?, args.input(1)?, args.output(2)?, args.output(3)?);
-        let h = self.hidden.max(1);
+        let (h, one) = (self.hidden.max(1), T::of(scale_offset(self.zero_centered)));
         let rows = x.par_chunks(h).zip(y.par_chunks_mut(h)).zip(rstd);
         rows.for_each(|((x, y), rstd)| {
             let mean = x.iter().map(|v| v.f64() * v.f64()).sum::<f64>() / h as f64;
             let r = T::of(1.0 / (mean + self.eps).sqrt());
             *rstd = r.f32();
             for i in 0..h {
-                y[i] = (x[i] * r * weight[i]).bf16();
+                y[i] = (x[i] * r * (weight[i] + one)).bf16();
             }
         });
         Ok(())
@@ -78,14 +87,14 @@ impl RmsNormBwd {
         let dres = if self.residual { Some(args.input(4)?) } else { None };
         let first_out = 4 + self.residual as usize;
         let (dx, dw_partial) = (args.output(first_out)?, args.output(first_out + 1)?);
-        let h = self.hidden.max(1);
+        let (h, one) = (self.hidden.max(1), T::of(scale_offset(self.zero_centered)));
         dx.par_chunks_mut(h).enumerate().for_each(|(row, dx)| {
             let (x, dy, r) = (&x[row * h..][..h], &dy[row * h..][..h], rstd[row]);
-            let dot: f64 = (0..h).map(|i| (dy[i] * weight[i] * x[i] * r).f64()).sum();
+            let dot: f64 = (0..h).map(|i| (dy[i] * (weight[i] + one) * x[i] * r).f64()).sum();
             let mean = T::of(dot / h as f64);
             for i in 0..h {
                 let around = dres.map_or(T::of(0.0), |d| d[row * h + i]);
-                dx[i] = (r * (dy[i] * weight[i] - x[i] * r * mean) + around).bf16();
+                dx[i] = (r * (dy[i] * (weight[i] + one) - x[i] * r * mean) + around).bf16();
             }
         });
         dw_partial.par_chunks_mut(h).enumerate().for_each(|(p, dw)| {
@@ -154,8 +163,12 @@ fn check_hidden(op: &str, hidden: usize) -> Result<(), DeviceError> {
     Ok(())
 }
 
-fn defines((threads, vectors): (usize, usize)) -> [(&'static str, String); 2] {
-    [("THREADS", threads.to_string()), ("VECS", vectors.to_string())]
+fn defines((threads, vectors): (usize, usize), zero_centered: bool) -> Vec<(&'static str, String)> {
+    let mut out = vec![("THREADS", threads.to_string()), ("VECS", vectors.to_string())];
+    if zero_centered {
+        out.push(("ZERO_CENTERED", "1".into()));
+    }
+    out
 }
 
 impl Op for RmsNormFwd {
@@ -190,7 +203,7 @@ impl Op for RmsNormFwd {
         check_hidden(self.name(), self.hidden)?;
         int_param(self.name(), "tokens", self.tokens)?;
         let block = fwd_block(self.hidden);
-        let kernel = cuda.kernel(SOURCE, "rmsnorm_fwd", &defines(block), 0)?;
+        let kernel = cuda.kernel(SOURCE, "rmsnorm_fwd", &defines(block, self.zero_centered), 0)?;
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
         params.push(int_param(self.name(), "hidden", self.hidden)?.into());
         params.push((self.eps as f32).into());
@@ -239,7 +252,7 @@ impl Op for RmsNormBwd {
         check_hidden(self.name(), self.hidden)?;
         let block = bwd_block(self.hidden);
         let entry = if self.residual { "rmsnorm_bwd_residual" } else { "rmsnorm_bwd" };
-        let kernel = cuda.kernel(SOURCE, entry, &defines(block), 0)?;
+        let kernel = cuda.kernel(SOURCE, entry, &defines(block, self.zero_centered), 0)?;
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
         params.push(int_param(self.name(), "tokens", self.tokens)?.into());
         params.push(int_param(self.name(), "hidden", self.hidden)?.into());
@@ -331,7 +344,7 @@ mod tests {
 
     #[test]
     fn rows_have_unit_mean_square_before_the_weight() {
-        let op = RmsNormFwd { tokens: 3, hidden: 16, eps: 0.0 };
+        let op = RmsNormFwd { tokens: 3, hidden: 16, eps: 0.0, zero_centered: false };
         let mut v = inputs(&op, 2);
         v[1] = vec![1.0; 16];
         for row in run_f64(&op, &v)[2].chunks(16) {
@@ -341,9 +354,11 @@ mod tests {
 
     #[test]
     fn backward_is_the_forwards_gradient() {
-        for (tokens, hidden, residual) in [(1, 8, false), (7, 24, true), (300, 8, true)] {
-            let fwd = RmsNormFwd { tokens, hidden, eps: 1e-5 };
-            let bwd = RmsNormBwd { tokens, hidden, residual };
+        for (tokens, hidden, residual, zero_centered) in
+            [(1, 8, false, false), (7, 24, true, true), (300, 8, true, false)]
+        {
+            let fwd = RmsNormFwd { tokens, hidden, eps: 1e-5, zero_centered };
+            let bwd = RmsNormBwd { tokens, hidden, residual, zero_centered };
             let v = inputs(&fwd, 5);
             check_f32_against_f64(&fwd, &v);
             let rstd = run_f64(&fwd, &v)[3].clone();
@@ -365,9 +380,19 @@ mod tests {
     }
 
     #[test]
+    fn a_zero_centered_weight_is_a_plain_one_less_one() {
+        let plain = RmsNormFwd { tokens: 3, hidden: 16, eps: 1e-5, zero_centered: false };
+        let mut v = inputs(&plain, 2);
+        let y = run_f64(&plain, &v)[2].clone();
+        v[1].iter_mut().for_each(|w| *w -= 1.0);
+        let centered = run_f64(&RmsNormFwd { zero_centered: true, ..plain }, &v)[2].clone();
+        assert!(relative_error(&centered, &y) < 1e-14);
+    }
+
+    #[test]
     fn f32_backward_is_within_tolerance() {
         for (tokens, hidden, residual) in [(7, 64, true), (600, 16, false)] {
-            let bwd = RmsNormBwd { tokens, hidden, residual };
+            let bwd = RmsNormBwd { tokens, hidden, residual, zero_centered: residual };
             check_f32_against_f64(&bwd, &inputs(&bwd, 3));
         }
     }

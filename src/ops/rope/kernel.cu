@@ -1,6 +1,7 @@
 // Splits QKV rows into q, k and v, with an optional RMSNorm of each q and k head, and rotates; and backward.
 // Defines: HEAD_DIM, ROTARY_DIM, VEC (elements of a vector access: 8, or 4 when ROTARY_DIM / 2 is no multiple
-// of 8), GROUP (lanes that share a head), INV_FREQ (list of ROTARY_DIM / 2 doubles), AMPLITUDE (factor of rotated elements).
+// of 8), GROUP (lanes that share a head), INV_FREQ (list of ROTARY_DIM / 2 doubles), AMPLITUDE (factor of rotated elements),
+// ZERO_CENTERED (the norms' weights are stored less one), GATED (rows of qkv end in the q_heads heads of an output gate).
 //
 // A warp takes one token (or every splits-th head group of it) and computes the token's sines once for all its
 // heads. GROUP lanes share a head; lane j of a group holds an item: elements j*VEC.. of the rotated half and
@@ -13,6 +14,8 @@
 #define VEC 8
 #define GROUP 8
 #define INV_FREQ 1.0, 0.5, 0.25, 0.125
+#define ZERO_CENTERED 0
+#define GATED 0
 #define AMPLITUDE 1.0f
 #endif
 #define HALF (ROTARY_DIM / 2)
@@ -119,6 +122,20 @@ __device__ __forceinline__ T* pick_head(T* q, T* k, T* v, i64 token, int h, int 
     return v + head_offset(token, h - kv_heads, kv_heads);
 }
 
+// The same with the output gate's heads after them.
+__device__ __forceinline__ const bf16* pick_gradient(const bf16* dq, const bf16* dk, const bf16* dv, const bf16* dgate, i64 token, int h,
+    int q_heads, int kv_heads) {
+    const int gate = h - q_heads - 2 * kv_heads;
+    if (GATED && gate >= 0) return dgate + head_offset(token, gate, q_heads);
+    return pick_head(dq, dk, dv, token, h, q_heads, kv_heads);
+}
+// Vectors of a norm's weight.
+__device__ __forceinline__ void unpack_weight(Raw q, float v[VEC]) {
+    unpack(q, v);
+    #pragma unroll
+    for (int e = 0; e < VEC; ++e) v[e] += ZERO_CENTERED;
+}
+
 template <bool NORM>
 __device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, bf16* q, bf16* k, bf16* v, float* rstd,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1, float eps) {
@@ -128,10 +145,10 @@ __device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, c
     const i64 token = work / splits;
     if (token >= tokens) return;
     const Lane l = lane_layout();
-    const int normed = q_heads + kv_heads, heads = normed + kv_heads;
+    const int normed = q_heads + kv_heads, heads = normed + kv_heads, width = heads + GATED * q_heads;
     int h = (work % splits) * HEADS_PER_WARP + l.sub;
     Raw ra, rb;
-    load_item(qkv + head_offset(token, h, heads), l, h < heads, ra, rb);
+    load_item(qkv + head_offset(token, h, width), l, h < heads, ra, rb);
     float c[VEC], s[VEC];
     fill_angles(position((int)token, seq, start0, len0, start1), tables[warp]);
     read_angles(l, tables[warp], c, s);
@@ -139,7 +156,7 @@ __device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, c
     for (int round = (work % splits) * HEADS_PER_WARP; round < heads; round += splits * HEADS_PER_WARP) {
         const int next = h + splits * HEADS_PER_WARP;
         Raw na, nb;
-        load_item(qkv + head_offset(token, next, heads), l, next < heads, na, nb);
+        load_item(qkv + head_offset(token, next, width), l, next < heads, na, nb);
         float a[VEC], b[VEC];
         unpack(ra, a);
         unpack(rb, b);
@@ -153,8 +170,8 @@ __device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, c
                 Raw wa, wb;
                 load_item(h < q_heads ? q_weight : k_weight, l, true, wa, wb);
                 float w0[VEC], w1[VEC];
-                unpack(wa, w0);
-                unpack(wb, w1);
+                unpack_weight(wa, w0);
+                unpack_weight(wb, w1);
                 #pragma unroll
                 for (int e = 0; e < VEC; ++e) { a[e] = a[e] * r * w0[e]; b[e] = b[e] * r * w1[e]; }
             }
@@ -187,14 +204,14 @@ extern "C" __global__ void __launch_bounds__(128) qkv_norm_rope_fwd(const bf16* 
 // p, p + gridDim.x, ...; its warps share their head groups, and the weight gradients are added over lanes,
 // then warps, in a fixed order.
 template <bool NORM>
-__device__ __forceinline__ void backward(const bf16* dq, const bf16* dk, const bf16* dv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+__device__ __forceinline__ void backward(const bf16* dq, const bf16* dk, const bf16* dv, const bf16* dgate, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
     const float* rstd, bf16* dqkv, float* dw_partial,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1) {
     __shared__ float tables[BWD_WARPS][2][TABLE];
     __shared__ float sums[NORM ? BWD_WARPS : 1][NORM ? 2 * HEAD_DIM : 1];
     const int warp = threadIdx.x >> 5;
     const Lane l = lane_layout();
-    const int normed = q_heads + kv_heads, heads = normed + kv_heads;
+    const int normed = q_heads + kv_heads, heads = normed + kv_heads + GATED * q_heads;
     float dw[2][2][VEC];     // [q or k][first or second vector]
     #pragma unroll
     for (int e = 0; e < VEC; ++e) dw[0][0][e] = dw[0][1][e] = dw[1][0][e] = dw[1][1][e] = 0.f;
@@ -204,13 +221,13 @@ __device__ __forceinline__ void backward(const bf16* dq, const bf16* dk, const b
         const int first_round = (work % splits) * HEADS_PER_WARP;
         int h = first_round + l.sub;
         Raw ra, rb;
-        load_item(pick_head(dq, dk, dv, token, h, q_heads, kv_heads), l, h < heads, ra, rb);
+        load_item(pick_gradient(dq, dk, dv, dgate, token, h, q_heads, kv_heads), l, h < heads, ra, rb);
         fill_angles(position((int)token, seq, start0, len0, start1), tables[warp]);
         for (int round = first_round; round < heads; round += splits * HEADS_PER_WARP) {
             const int next = h + splits * HEADS_PER_WARP;
             Raw na, nb, xa, xb;
             if (NORM) load_item(qkv + head_offset(token, h, heads), l, h < normed, xa, xb);
-            load_item(pick_head(dq, dk, dv, token, next, q_heads, kv_heads), l, next < heads, na, nb);
+            load_item(pick_gradient(dq, dk, dv, dgate, token, next, q_heads, kv_heads), l, next < heads, na, nb);
             float a[VEC], b[VEC];
             unpack(ra, a);
             unpack(rb, b);
@@ -231,8 +248,8 @@ __device__ __forceinline__ void backward(const bf16* dq, const bf16* dk, const b
                 unpack(xb, x1);
                 Raw wa, wb;
                 load_item(h < q_heads ? q_weight : k_weight, l, h < normed, wa, wb);
-                unpack(wa, w0);
-                unpack(wb, w1);
+                unpack_weight(wa, w0);
+                unpack_weight(wb, w1);
                 const float r = h < normed ? rstd[token * normed + h] : 0.f;
                 const bool is_q = h < q_heads, is_k = !is_q && h < normed;
                 float sum = 0.f;
@@ -286,12 +303,12 @@ __device__ __forceinline__ void backward(const bf16* dq, const bf16* dk, const b
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) qkv_rope_bwd(const bf16* dq, const bf16* dk, const bf16* dv, bf16* dqkv,
+extern "C" __global__ void __launch_bounds__(256) qkv_rope_bwd(const bf16* dq, const bf16* dk, const bf16* dv, const bf16* dgate, bf16* dqkv,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1) {
-    backward<false>(dq, dk, dv, dq, dq, dq, (const float*)0, dqkv, (float*)0, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1);
+    backward<false>(dq, dk, dv, dgate, dq, dq, dq, (const float*)0, dqkv, (float*)0, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1);
 }
-extern "C" __global__ void __launch_bounds__(256, 2) qkv_norm_rope_bwd(const bf16* dq, const bf16* dk, const bf16* dv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+extern "C" __global__ void __launch_bounds__(256, 2) qkv_norm_rope_bwd(const bf16* dq, const bf16* dk, const bf16* dv, const bf16* dgate, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
     const float* rstd, bf16* dqkv, float* dw_partial,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1) {
-    backward<true>(dq, dk, dv, qkv, q_weight, k_weight, rstd, dqkv, dw_partial, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1);
+    backward<true>(dq, dk, dv, dgate, qkv, q_weight, k_weight, rstd, dqkv, dw_partial, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1);
 }

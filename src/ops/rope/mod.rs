@@ -38,11 +38,15 @@ pub struct QkvRopeFwd {
     /// Epsilon of the per-head RMSNorm; `None`: no norm.
     pub qk_norm: Option<f64>,
     pub scaling: Option<RopeScaling>,
+    /// The norms' weights are stored less one.
+    pub zero_centered: bool,
+    /// Rows of qkv end in `q_heads` more heads, the output gate's: skipped, and in the backward copied from `dgate`.
+    pub gated: bool,
 }
 
 /// Gradient of [`QkvRopeFwd`], with the same fields.
 ///
-/// Args: dq R bf16 `[T,q_heads*d]`, dk R, dv R `[T,kv_heads*d]`, [qkv R, q_weight R, k_weight R, rstd R as in the
+/// Args: dq R bf16 `[T,q_heads*d]`, dk R, dv R `[T,kv_heads*d]`, [dgate R `[T,q_heads*d]` when `gated`], [qkv R, q_weight R, k_weight R, rstd R as in the
 /// forward], dqkv W bf16 [T,(q_heads+2*kv_heads)*d], [dw_partial W f32 [rmsnorm::partials(T), 2*d]: of the q
 /// weight, then of the k weight; partial p sums tokens p, p + partials, ...].
 #[derive(Debug, Clone, PartialEq)]
@@ -55,6 +59,8 @@ pub struct QkvRopeBwd {
     pub base: f64,
     pub qk_norm: Option<f64>,
     pub scaling: Option<RopeScaling>,
+    pub zero_centered: bool,
+    pub gated: bool,
 }
 
 impl QkvRopeBwd {
@@ -69,6 +75,8 @@ impl QkvRopeBwd {
             base: f.base,
             qk_norm: f.qk_norm,
             scaling: f.scaling,
+            zero_centered: f.zero_centered,
+            gated: f.gated,
         }
     }
     /// The forward op of the same shape.
@@ -82,6 +90,8 @@ impl QkvRopeBwd {
             base: self.base,
             qk_norm: self.qk_norm,
             scaling: self.scaling,
+            zero_centered: self.zero_centered,
+            gated: self.gated,
         }
     }
 }
@@ -115,7 +125,7 @@ impl QkvRopeFwd {
     /// Shapes of qkv, q, and k or v.
     fn shapes(&self) -> ([usize; 2], [usize; 2], [usize; 2]) {
         let (t, d) = (self.tokens(), self.head_dim);
-        let heads = self.q_heads + 2 * self.kv_heads;
+        let heads = self.q_heads * if self.gated { 2 } else { 1 } + 2 * self.kv_heads;
         ([t, heads * d], [t, self.q_heads * d], [t, self.kv_heads * d])
     }
 
@@ -148,6 +158,8 @@ impl QkvRopeFwd {
             ("GROUP", cut.group.to_string()),
             ("INV_FREQ", scaling::table(&self.inverse_frequencies())),
             ("AMPLITUDE", format!("{:e}f", scaling::amplitude(self.scaling) as f32)),
+            ("ZERO_CENTERED", usize::from(self.zero_centered).to_string()),
+            ("GATED", usize::from(self.gated).to_string()),
         ]
     }
 
@@ -246,6 +258,9 @@ impl Op for QkvRopeBwd {
             ArgSpec::read("dk", DType::Bf16, &kv),
             ArgSpec::read("dv", DType::Bf16, &kv),
         ];
+        if self.gated {
+            args.push(ArgSpec::read("dgate", DType::Bf16, &q));
+        }
         if self.qk_norm.is_some() {
             args.push(ArgSpec::read("qkv", DType::Bf16, &qkv));
             args.push(ArgSpec::read("q_weight", DType::Bf16, &[d]));
@@ -268,7 +283,7 @@ impl Op for QkvRopeBwd {
     }
     fn tolerance(&self, arg: usize) -> f64 {
         let tokens = self.positions.rows();
-        if self.qk_norm.is_some() && arg == 8 {
+        if self.qk_norm.is_some() && arg == 8 + usize::from(self.gated) {
             // Its terms are products with cosines and sines that the fast functions give to 2^-21: eight times
             // the fp32 round-off, as much as a sum of 64 more terms.
             let terms = tokens.div_ceil(partials(tokens)) * self.q_heads.max(self.kv_heads);
@@ -287,7 +302,8 @@ impl Op for QkvRopeBwd {
         let norm = self.qk_norm.is_some();
         if fwd.tokens() == 0 {
             let bytes = partials(0) * 2 * self.head_dim * DType::F32.size();
-            return Ok(if norm { Issue::Zero { dst: args[8], bytes } } else { Issue::Nothing });
+            let partial = args[args.len() - 1];
+            return Ok(if norm { Issue::Zero { dst: partial, bytes } } else { Issue::Nothing });
         }
         let cut = fwd.cut(self.name())?;
         // A block's warps share its tokens' head groups; without weight gradients a block takes as many
@@ -297,6 +313,9 @@ impl Op for QkvRopeBwd {
         let entry = if norm { "qkv_norm_rope_bwd" } else { "qkv_rope_bwd" };
         let kernel = cuda.kernel(SOURCE, entry, &fwd.defines(&cut), 0)?;
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
+        if !self.gated {
+            params.insert(3, args[0].into()); // in dgate's place, not read
+        }
         params.extend(fwd.params(self.name(), splits)?);
         cuda.launch(&kernel, Config::linear(blocks, (BWD_WARPS * WARP) as u32), &params)
     }

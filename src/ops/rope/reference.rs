@@ -3,7 +3,7 @@
 use super::{CpuArgs, QkvRopeBwd, QkvRopeFwd, scaling};
 use crate::device::DeviceError;
 use crate::ops::Real;
-use crate::ops::rmsnorm::partials;
+use crate::ops::rmsnorm::{partials, scale_offset};
 use rayon::prelude::*;
 
 impl QkvRopeFwd {
@@ -29,9 +29,11 @@ impl QkvRopeFwd {
         let (d, inv_freq) = (self.head_dim, self.inverse_frequencies());
         let (q_row, kv_row, normed) = (self.q_heads * d, self.kv_heads * d, self.q_heads + self.kv_heads);
         // Writes one token's q, k and v; returns 1 / rms of its q and k heads.
+        let width = q_row + 2 * kv_row + if self.gated { q_row } else { 0 };
+        let one = T::of(scale_offset(self.zero_centered));
         let one_token = |token: usize, q: &mut [T], k: &mut [T], v: &mut [T]| -> Vec<T> {
             let turns: Vec<(T, T)> = self.turns(&inv_freq, token);
-            let row = &qkv[token * (q_row + 2 * kv_row)..][..q_row + 2 * kv_row];
+            let row = &qkv[token * width..][..q_row + 2 * kv_row];
             v.copy_from_slice(&row[q_row + kv_row..]);
             let mut rstd = Vec::with_capacity(normed);
             for h in 0..normed {
@@ -41,7 +43,7 @@ impl QkvRopeFwd {
                     let r = T::of(1.0 / (mean + eps).sqrt());
                     rstd.push(r.f32());
                     let weight = if h < self.q_heads { q_weight } else { k_weight };
-                    head.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * r * *w);
+                    head.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * r * (*w + one));
                 }
                 rotate(&mut head, &turns);
                 let out = if h < self.q_heads {
@@ -84,23 +86,31 @@ struct Saved<'a, T> {
 impl QkvRopeBwd {
     pub(super) fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let (dq, dk, dv) = (args.input(0)?, args.input(1)?, args.input(2)?);
+        let gate = usize::from(self.gated);
+        let dgate = if self.gated { Some(args.input(3)?) } else { None };
         let saved = if self.qk_norm.is_some() {
-            let (qkv, q_weight, k_weight) = (args.input(3)?, args.input(4)?, args.input(5)?);
-            Some(Saved { qkv, q_weight, k_weight, rstd: args.input(6)? })
+            let at = 3 + gate;
+            let (qkv, q_weight, k_weight) = (args.input(at)?, args.input(at + 1)?, args.input(at + 2)?);
+            Some(Saved { qkv, q_weight, k_weight, rstd: args.input(at + 3)? })
         } else {
             None
         };
-        let dqkv = args.output(if saved.is_some() { 7 } else { 3 })?;
+        let dqkv = args.output(gate + if saved.is_some() { 7 } else { 3 })?;
         let (d, fwd) = (self.head_dim, self.forward());
         let inv_freq = fwd.inverse_frequencies();
         let (q_row, kv_row, normed) = (self.q_heads * d, self.kv_heads * d, self.q_heads + self.kv_heads);
         let tokens = self.positions.rows();
+        let width = q_row * (1 + gate) + 2 * kv_row;
+        let one = T::of(scale_offset(self.zero_centered));
         // Weight gradient of one token: [q weights, then k weights].
         let token_gradient = |token: usize, out: &mut [T]| -> Vec<f64> {
             let mut dw = vec![0.0; 2 * d];
             let mut turns: Vec<(T, T)> = fwd.turns(&inv_freq, token);
             turns.iter_mut().for_each(|(_, s)| *s = -*s);
-            out[q_row + kv_row..].copy_from_slice(&dv[token * kv_row..][..kv_row]);
+            out[q_row + kv_row..][..kv_row].copy_from_slice(&dv[token * kv_row..][..kv_row]);
+            if let Some(dgate) = dgate {
+                out[q_row + 2 * kv_row..].copy_from_slice(&dgate[token * q_row..][..q_row]);
+            }
             for h in 0..normed {
                 let is_q = h < self.q_heads;
                 let mut g = if is_q {
@@ -110,7 +120,7 @@ impl QkvRopeBwd {
                 };
                 rotate(&mut g, &turns);
                 if let Some(saved) = &saved {
-                    let x = &saved.qkv[token * (q_row + 2 * kv_row) + h * d..][..d];
+                    let x = &saved.qkv[token * width + h * d..][..d];
                     let (weight, r) =
                         (if is_q { saved.q_weight } else { saved.k_weight }, saved.rstd[token * normed + h]);
                     let dw = &mut dw[if is_q { 0 } else { d }..][..d];
@@ -118,21 +128,21 @@ impl QkvRopeBwd {
                     for i in 0..d {
                         let through = g[i] * x[i] * r;
                         dw[i] += through.f64();
-                        dot += (through * weight[i]).f64();
+                        dot += (through * (weight[i] + one)).f64();
                     }
                     let mean = T::of(dot / d as f64);
                     for i in 0..d {
-                        g[i] = r * (g[i] * weight[i] - x[i] * r * mean);
+                        g[i] = r * (g[i] * (weight[i] + one) - x[i] * r * mean);
                     }
                 }
                 out[h * d..][..d].iter_mut().zip(g).for_each(|(out, g)| *out = g.bf16());
             }
             dw
         };
-        let rows = dqkv.par_chunks_mut((q_row + 2 * kv_row).max(1)).enumerate();
+        let rows = dqkv.par_chunks_mut(width.max(1)).enumerate();
         let dw: Vec<Vec<f64>> = rows.map(|(token, out)| token_gradient(token, out)).collect();
         if saved.is_some() {
-            let dw_partial = args.output(8)?;
+            let dw_partial = args.output(8 + gate)?;
             for (p, out) in dw_partial.chunks_mut(2 * d).enumerate() {
                 for (i, out) in out.iter_mut().enumerate() {
                     let tokens = (p..tokens).step_by(partials(tokens));

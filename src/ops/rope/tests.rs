@@ -14,6 +14,8 @@ fn forward(head_dim: usize, rotary_dim: usize, qk_norm: Option<f64>) -> QkvRopeF
         base: 100.0,
         qk_norm,
         scaling: None,
+        zero_centered: false,
+        gated: false,
     }
 }
 
@@ -27,13 +29,23 @@ fn backward(f: &QkvRopeFwd) -> QkvRopeBwd {
         base: f.base,
         qk_norm: f.qk_norm,
         scaling: f.scaling,
+        zero_centered: f.zero_centered,
+        gated: f.gated,
     }
 }
 
 #[test]
 fn backward_is_the_forwards_gradient() {
-    for (head_dim, rotary_dim, qk_norm) in [(8, 8, None), (16, 16, Some(1e-5)), (24, 8, Some(1e-6))] {
-        let fwd = forward(head_dim, rotary_dim, qk_norm);
+    for (head_dim, rotary_dim, qk_norm, gated) in [
+        (8, 8, None, false),
+        (16, 16, Some(1e-5), false),
+        (24, 8, Some(1e-6), false),
+        (8, 8, None, true),
+        (24, 8, Some(1e-6), true),
+    ] {
+        let mut fwd = forward(head_dim, rotary_dim, qk_norm);
+        (fwd.gated, fwd.zero_centered) = (gated, gated);
+        let gate = usize::from(gated);
         let bwd = backward(&fwd);
         assert_eq!(bwd.forward(), fwd);
         let v = inputs(&fwd, 2);
@@ -45,6 +57,10 @@ fn backward_is_the_forwards_gradient() {
         let outs: Vec<(usize, &[f64])> =
             douts.iter().enumerate().map(|(i, d)| (q_at + i, d.as_slice())).collect();
         let mut b = douts.clone();
+        let dgate = to_bf16(&normals(after[q_at].len(), 44, 1.0));
+        if gated {
+            b.push(dgate.clone());
+        }
         if qk_norm.is_some() {
             let rstd = after[6].iter().map(|r| *r as f32 as f64).collect();
             b.extend([v[0].clone(), v[1].clone(), v[2].clone(), rstd, vec![]]);
@@ -52,15 +68,24 @@ fn backward_is_the_forwards_gradient() {
         b.push(vec![]);
         check_f32_against_f64(&bwd, &b);
         if qk_norm.is_some() {
-            b[6] = after[6].clone();
+            b[6 + gate] = after[6].clone();
         }
         let grads = run_f64(&bwd, &b);
-        let dqkv = if qk_norm.is_some() { 7 } else { 3 };
-        check_op_gradient(&fwd, &v, &outs, 0, &grads[dqkv]);
+        let mut dqkv = grads[gate + if qk_norm.is_some() { 7 } else { 3 }].clone();
+        if gated {
+            // The gate's columns carry what was given; the forward does not read them.
+            let (row, q) = ((2 * 3 + 2 * 2) * head_dim, 3 * head_dim);
+            for (row, given) in dqkv.chunks_mut(row).zip(dgate.chunks(q)) {
+                let own = row.len() - q;
+                assert_eq!(&row[own..], given);
+                row[own..].fill(0.0);
+            }
+        }
+        check_op_gradient(&fwd, &v, &outs, 0, &dqkv);
         if qk_norm.is_some() {
             let d = head_dim;
             let dw: Vec<f64> =
-                (0..2 * d).map(|c| grads[8].iter().skip(c).step_by(2 * d).sum::<f64>()).collect();
+                (0..2 * d).map(|c| grads[8 + gate].iter().skip(c).step_by(2 * d).sum::<f64>()).collect();
             check_op_gradient(&fwd, &v, &outs, 1, &dw[..d]);
             check_op_gradient(&fwd, &v, &outs, 2, &dw[d..]);
         }

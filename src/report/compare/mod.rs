@@ -294,7 +294,7 @@ fn row(
     };
     let threshold = metric.threshold(options);
     let mut row = blank(pair, label, metric, options, vec![]);
-    row.verdict = judge::judge(change.log, threshold);
+    row.verdict = judge::judge(change.log, change.least, threshold);
     let (low, high) = metric.relative(change.log);
     (row.base, row.new) =
         (judge::middle(&base).map(|c| metric.figure(c)), judge::middle(&new).map(|c| metric.figure(c)));
@@ -302,8 +302,10 @@ fn row(
         (Some(metric.relative_value(change.log.value)), Some(low), Some(high));
     if change.basis == judge::Basis::OneRun {
         row.notes.push(format!(
-            "one run a side: the spread between runs is not known, the interval is widened by +-{:.1} %",
-            metric.scatter().one_run_half_width * 100.0
+            "one run a side: the spread between runs is not known, the interval is widened by +-{:.1} % and no change \
+             under {:.0} % is called one",
+            metric.scatter().one_run_half_width * 100.0,
+            change.least.exp_m1() * 100.0
         ));
     } else if base.len() == 1 || new.len() == 1 {
         row.notes.push("one run on one side: the other side's spread is used for both".into());

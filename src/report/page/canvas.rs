@@ -278,7 +278,11 @@ pub struct Scale {
 impl Scale {
     /// `pixels` may run backwards; an empty range is widened.
     pub fn new(low: f64, high: f64, pixels: (f64, f64)) -> Self {
-        let pad = if high > low { 0.0 } else { (low.abs() * 0.05).max(f64::MIN_POSITIVE.sqrt()) };
+        let pad = match low {
+            _ if high > low => 0.0,
+            0.0 => 1.0,
+            _ => low.abs() * 0.05,
+        };
         Scale { low: low - pad, high: high + pad, pixels, log: false }
     }
 
@@ -320,12 +324,12 @@ impl Scale {
                     .filter(|v| self.holds(*v))
                     .collect();
             }
+            if values.is_empty() {
+                // Between two neighbours of 1, 2, 5: the ends.
+                values = vec![self.low, self.high];
+            }
             let every = values.len().div_ceil(most.max(2));
-            return values
-                .into_iter()
-                .step_by(every)
-                .map(|v| (v, crate::report::columns::number(v)))
-                .collect();
+            return values.into_iter().step_by(every).map(|v| (v, super::html::shown(v))).collect();
         }
         // A wide step may leave a single tick: a finer one then.
         let finer = [1.0, 2.0, 4.0].map(|f| self.steps(most.max(2) as f64 * f));

@@ -8,6 +8,7 @@ use super::figure::Figure;
 use super::html::{Cell, Table, shown};
 use crate::measure::stats::median;
 use plotters::style::WHITE;
+use std::collections::BTreeMap;
 
 const PLOT: f64 = 230.0;
 const HEAD: f64 = 24.0;
@@ -211,10 +212,13 @@ fn numbers(marks: &[(f64, f64)], width: f64) -> Vec<(f64, f64)> {
     placed
 }
 
+/// Number of a block, its side, its clock.
+type BlockDot = (usize, usize, f64);
+
 /// The SM clock over the blocks of a run; `None` where no block has one.
 pub fn clocks_over_blocks(run: &Run, title: String) -> Option<Figure> {
     let blocks = run.file.blocks.as_ref()?.get(run.id())?;
-    let dots: Vec<(usize, usize, f64)> =
+    let dots: Vec<BlockDot> =
         blocks.iter().enumerate().filter_map(|(at, b)| Some((at, b.side, b.sm_clock_mhz?))).collect();
     if dots.is_empty() {
         return None;
@@ -277,11 +281,11 @@ pub fn clocks_over_blocks(run: &Run, title: String) -> Option<Figure> {
 }
 
 /// The lowest and the highest of each pixel and side, when there are many.
-fn thin(dots: &[(usize, usize, f64)], x: impl Fn(usize) -> f64) -> Vec<(usize, usize, f64)> {
+fn thin(dots: &[BlockDot], x: impl Fn(usize) -> f64) -> Vec<BlockDot> {
     if dots.len() <= ALL_DRAWN {
         return dots.to_vec();
     }
-    let mut kept: std::collections::BTreeMap<(i64, usize), [(usize, usize, f64); 2]> = Default::default();
+    let mut kept: BTreeMap<(i64, usize), [BlockDot; 2]> = BTreeMap::new();
     for dot in dots {
         let [low, high] = kept.entry((x(dot.0) as i64, dot.1)).or_insert([*dot; 2]);
         if dot.2 < low.2 {

@@ -398,7 +398,7 @@ mod tests {
 
     fn dots(n: usize) -> Vec<Dot> {
         let ms = |i: usize| if i == n / 2 { 900.0 } else { 5.0 + (i % 7) as f64 };
-        let phase = |i: usize| if i % 50 == 0 { Phase::Switch } else { Phase::Steady };
+        let phase = |i: usize| if i.is_multiple_of(50) { Phase::Switch } else { Phase::Steady };
         (0..n)
             .map(|i| Dot { side: i / 50 % 2, phase: phase(i), from: i as f64, to: i as f64 + 1.0, ms: ms(i) })
             .collect()

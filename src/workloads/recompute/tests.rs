@@ -40,6 +40,13 @@ fn split(mut cfg: RunConfig) -> RunConfig {
     cfg
 }
 
+/// Multi-latent attention, and a depth of multi-token prediction.
+fn predicting() -> RunConfig {
+    let mut cfg = deepseek();
+    cfg.model.mtp_num_layers = 1;
+    cfg
+}
+
 fn repeated(program: &Program) -> Vec<&Launch> {
     program.launches.iter().filter(|l| l.recompute).collect()
 }
@@ -85,10 +92,12 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
     if let Some(moe) = &mut latent.model.moe {
         (moe.latent_size, moe.shared_expert_gate) = (Some(24), true);
     }
-    let mut predicting = deepseek();
-    predicting.model.mtp_num_layers = 2;
     let cases: [(&str, RunConfig, &[&[&str]]); 11] = [
-        ("multi-token prediction", predicting, &[&["mla_up_proj", "moe", "layernorm"]]),
+        (
+            "predicting",
+            predicting(),
+            &[&["mla_up_proj"], &["mla_up_proj", "core_attn", "mlp", "moe_act"], &["mla_up_proj", "moe"]],
+        ),
         (
             "latent attention",
             deepseek(),
@@ -250,6 +259,9 @@ fn full_recompute_repeats_the_layers_that_the_method_names() {
     assert_eq!(groups(&full(cfg.clone(), "block", 2), &share), [0..1, 1..2, 3..4, 4..5]);
     assert_eq!(groups(&full(cfg.clone(), "uniform", 2), &share), [0..2, 2..3, 3..5]);
     assert!(groups(&cfg, &share).is_empty());
+    // A depth of multi-token prediction behind the chunks is repeated whatever the number of layers.
+    cfg.model.mtp_num_layers = 1;
+    assert_eq!(layers(&full(cfg, "block", 1)), [5, 0]);
 }
 
 /// Planned arena and least possible bytes of the eager arm.

@@ -27,6 +27,7 @@ fn dense(layers: usize) -> ShareInput {
         vocab: 128256,
         experts: None,
         mamba: None,
+        delta_net: None,
         micro_batch: 1,
         global_batch: 128,
         seq: 8192,
@@ -132,15 +133,15 @@ fn every_recipe_has_a_share() {
 /// What a stage holds, in the letters of tests/data/pipeline_stages.tsv.
 fn letters(stage: &Stage, layers: &[LayerKind]) -> String {
     let letter = |kind: LayerKind| match kind {
-        LayerKind::Dense => 'd',
-        LayerKind::Moe => 'e',
+        LayerKind::Dense | LayerKind::DeltaDense => 'd',
+        LayerKind::Moe | LayerKind::DeltaMoe => 'e',
         LayerKind::Mamba => 'M',
         LayerKind::AttnOnly => 'a',
         LayerKind::MlpOnly => 'f',
         LayerKind::MoeOnly => 'x',
     };
     let mut text = String::from(if stage.embedding { "E" } else { "" });
-    for run in layers[stage.layers.clone()].chunk_by(|a, b| a == b) {
+    for run in layers[stage.layers.clone()].chunk_by(|a, b| letter(*a) == letter(*b)) {
         text.push_str(&format!("{}{}", letter(run[0]), run.len()));
     }
     text.push_str(&"m".repeat(stage.mtp));
