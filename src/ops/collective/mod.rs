@@ -175,7 +175,7 @@ impl StandIn {
             passes: if pieces > 0 { passes } else { 0 },
         };
         let whole = [x.0, out.0, local as u64].iter().all(|n| n % VECTOR as u64 == 0)
-            && (pieces == 0 || scratch.0 % VECTOR as u64 == 0);
+            && (pieces == 0 || scratch.0.is_multiple_of(VECTOR as u64));
         let any = local > 0 && (1..=MAX_COPIES).contains(&copies.count());
         Ok((whole && any).then_some(copies))
     }
