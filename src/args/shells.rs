@@ -113,7 +113,10 @@ mod tests {
             };
             assert!(script.contains(long) && script.contains(short), "{shell}");
             assert!(script.contains("--csv_dialect") || script.contains("-l csv_dialect"), "{shell}");
-            assert!(script.contains("excel_eu") && script.contains("completions"), "{shell}");
+            // clap's scripts for Elvish and PowerShell offer no values.
+            let values = !matches!(shell, Shell::Elvish | Shell::PowerShell);
+            assert!(script.contains("excel_eu") || !values, "{shell}");
+            assert!(script.contains("completions"), "{shell}");
             assert!(!script.contains("--mr ") && !script.contains("compile_kernels"), "{shell}");
         }
     }
