@@ -2,6 +2,8 @@
 `best padded`: torch.compile, cuDNN attention, one graph).
 
 usage: side_by_side.py MBPERF OUT.csv [WORKLOAD ...]
+The Mamba workloads (benches/ref_mamba.py, `compiled`: torch.compile with Triton's scan) run when they are named: they
+need the folder mamba_ssm/ops/triton of the package mamba_ssm, and einops, on PYTHONPATH.
 
 For each workload PyTorch's step is built and captured once and stays resident; then rounds of
 PyTorch, mbperf, mbperf, PyTorch are timed, so that drift of clocks falls on both. A ratio is mbperf / PyTorch of one
@@ -17,6 +19,12 @@ MBPERF_SECONDS = "2"
 
 LLAMA = "-m llama -mr llama3_8b -g h100 -cp 1 --num_layers 4"
 QWEN = "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 4 model.moe_token_dispatcher_type=alltoall --use_tokendrop true"
+NANO = "-m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=MMMM model.recompute_granularity=null"
+MAMBA = {
+    "nemotronh_56b": "-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs --run_dtype bf16 -tp 1 -ng 1 --num_layers 2 model.hybrid_override_pattern=MM model.recompute_granularity=null -sl 8192",
+    "nemotron_3_nano": f"{NANO} -sl 8192",
+    "nemotron_3_nano_s512": f"{NANO} -sl 512",
+}
 STACK = "--stack_only --cuda_graph_impl local --cuda_graph_scope full_iteration"
 WORKLOADS = {
     "llama3_8b": f"{LLAMA} -sl 8192",
@@ -29,6 +37,8 @@ WORKLOADS = {
 
 def torch_step(name, graph):
     """A step of the reference, and its kernels: ref_torch.run's setup, kept resident."""
+    if name in MAMBA:
+        return mamba_step(name, graph)
     ref.Moe.padded = "qwen" in name
     m, cfg = ref.build(name, sync=False)
     x = torch.randn(1, cfg["seq"], cfg["h"], dtype=ref.bf, device=ref.dev, requires_grad=True)
@@ -65,6 +75,24 @@ def torch_step(name, graph):
     step.keep = (m, x, g)
     captured.step = step
     return captured.replay
+
+
+def mamba_step(name, graph):
+    """ref_mamba.full's setup, kept resident."""
+    import ref_mamba
+    s = torch.cuda.Stream()
+    with torch.cuda.stream(s):
+        modules, step = ref_mamba.make(name, True)
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        if graph:
+            with torch.cuda.graph(captured, stream=s, capture_error_mode="thread_local"):
+                step()
+    torch.cuda.synchronize()
+    captured.keep = (modules, step)
+    return captured.replay if graph else step
 
 
 def torch_ms(step, seconds=1.0):
@@ -113,7 +141,7 @@ def main():
                     for mode, step in steps.items():
                         theirs[mode].append(torch_ms(step))
                 else:
-                    for mode, (ms, n) in mbperf_ms(binary, WORKLOADS[name]).items():
+                    for mode, (ms, n) in mbperf_ms(binary, (WORKLOADS | MAMBA)[name]).items():
                         ours[mode].append(ms)
                         launches[mode] = n
         for mode in ("eager", "graph"):

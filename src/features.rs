@@ -158,9 +158,9 @@ pub const FEATURES: &[Feature] = &[
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
     not_built(
-        "recompute of gdn_norm_out or mhc",
+        "recompute of hyper-connections (mhc)",
         "name other modules with --recompute_modules, or set model.recompute_granularity=null",
-        |e| ["gdn_norm_out", "mhc"].iter().any(|m| e.recomputes(m)),
+        |e| e.recomputes("mhc"),
     ),
     not_built(
         "offload of activations",

@@ -131,7 +131,9 @@ impl Stack<'_> {
         let gate_w = self.delta_weight(l, "out_norm.weight")?.value;
         let gated = self.act(l, "delta.gated", &[d.t, values]);
         let rstd = self.act_as(l, "delta.gated.rstd", DType::F32, &[d.t, d.rule.value_heads]);
+        let norm = self.here();
         self.b.launch(self.norm_gate(&d), &[o, proj, gate_w, gated, rstd]);
+        self.recomputable("gdn_norm_out", norm, &[]);
         let out_w = self.delta_weight(l, "out_proj.weight")?.value;
         Ok(self.closing_product(l, "delta", gated, out_w, d.h, values, x))
     }

@@ -295,8 +295,9 @@ fn allow_shared(function: sys::CUfunction, bytes: u32, kernel: &KernelInner) -> 
     // SAFETY: the function is loaded.
     let code = unsafe { sys::cuFuncSetAttribute(function, which, bytes as i32) };
     check("cuFuncSetAttribute", code).map_err(|_| {
-        DeviceError::internal(format!(
-            "kernel `{}` of {} wants {bytes} bytes of shared memory, more than this GPU gives a block",
+        DeviceError::Invalid(format!(
+            "kernel `{}` of {} wants {bytes} bytes of shared memory, more than this GPU gives a block (an A100 166912, \
+             an H100 or B200 232448): choose a smaller width of the layer's state or head, or another GPU",
             kernel.name, kernel.source
         ))
     })

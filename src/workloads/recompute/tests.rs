@@ -6,7 +6,7 @@ use crate::config::{LayerKind, RunConfig};
 use crate::device::cpu::{CpuExecutor, Storage};
 use crate::device::{Arm, Executor};
 use crate::program::memory::{self, lifetimes};
-use crate::workloads::testing::{deepseek, dense, hybrid, moe, padded, program, staged};
+use crate::workloads::testing::{deepseek, delta_net, dense, hybrid, moe, padded, program, staged};
 
 fn selective(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
     cfg.recompute.granularity = Some("selective".into());
@@ -92,7 +92,7 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
     if let Some(moe) = &mut latent.model.moe {
         (moe.latent_size, moe.shared_expert_gate) = (Some(24), true);
     }
-    let cases: [(&str, RunConfig, &[&[&str]]); 11] = [
+    let cases: [(&str, RunConfig, &[&[&str]]); 12] = [
         (
             "predicting",
             predicting(),
@@ -127,6 +127,7 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
             split(shared(Dispatcher::Alltoall)),
             &[&["core_attn", "shared_experts", "moe_act"], &["moe"]],
         ),
+        ("delta net", delta_net(), &[&["gdn_norm_out"], &["gdn_norm_out", "core_attn", "moe"]]),
         ("hybrid", hybrid(), &[&["core_attn", "mlp", "moe", "layernorm"]]),
     ];
     for (what, cfg, modules) in cases {
