@@ -32,6 +32,7 @@ use std::sync::{Arc, Mutex};
 
 mod beside;
 mod dropped;
+mod scopes;
 
 use beside::{extrapolation, side_points, watchdog};
 
@@ -43,6 +44,12 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     if args.variant.list_config_variants {
         return list_variants(&catalogue, args);
+    }
+    if args.mbperf.sweep {
+        let interrupt = interrupt_flag()?;
+        let book = report_files::book(args)?;
+        let code = scopes::run(args, &catalogue, &interrupt, book.as_ref())?;
+        return report_files::save(args, book.as_deref(), code);
     }
     let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     say_notices(&resolved, args);
@@ -137,7 +144,8 @@ fn one(
             told.clone_from(&facts);
         }
         // A profiler is heard by every later launch of the process.
-        options.busy = on_gpu && !args.mbperf.no_samplers && repetition == args.mbperf.repeat;
+        options.busy =
+            on_gpu && !args.mbperf.no_samplers && !args.mbperf.no_profile && repetition == args.mbperf.repeat;
         writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
         let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
         let outcome = measure::run(&mut executor, &options, hooks);

@@ -322,6 +322,12 @@ pub struct Mbperf {
     /// Also write the rows and steps of this command as a workbook, replacing one that is there
     #[arg(long, value_name = "FILE")]
     pub xlsx: Option<PathBuf>,
+    /// Run every legal scope worth trying, narrowest first, and recommend one
+    #[arg(long)]
+    pub sweep: bool,
+    /// No profiler in this run: others follow it in the process.
+    #[arg(skip)]
+    pub no_profile: bool,
     /// Do not run again what is in the output file already: the same configuration, every row ok
     #[arg(long)]
     pub resume: bool,

@@ -7,6 +7,7 @@ pub mod dialect;
 pub mod file;
 pub mod page;
 pub mod progress;
+pub mod recommend;
 pub mod row;
 pub mod run_id;
 pub mod steps;

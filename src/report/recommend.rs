@@ -1,0 +1,228 @@
+//! The recommendation of a sweep: the narrowest scope whose gain no wider one beats beyond the margin.
+
+use super::columns::{self, Value};
+
+/// Eager over graph time, with its 95 % interval.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Gain {
+    pub speedup: f64,
+    /// Without an interval (under eight pairs) nothing is known: 0 to infinity.
+    pub low: f64,
+    pub high: f64,
+}
+
+/// One scope set that was run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tried {
+    pub scope: String,
+    /// Share of a step's launches that lie in graphs.
+    pub captured: f64,
+    pub status: String,
+    pub reason: String,
+    pub verdict: String,
+    pub gain: Option<Gain>,
+    /// Under the host model.
+    pub modelled: Option<Gain>,
+    pub graph_memory_mib: Option<f64>,
+}
+
+/// What to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Advice {
+    /// Index of a scope.
+    Scope(usize),
+    /// No scope helps by more than the margin.
+    Eager,
+    /// Nothing can be said, and why.
+    Unknown(String),
+}
+
+/// Chooses among `gains`, in order from the narrowest to the widest scope; `None`: not measured, or failed.
+///
+/// A scope helps when its whole interval lies above the margin. A wider scope that helps too beats it when its speedup
+/// is larger by more than the margin.
+pub fn recommend(gains: &[Option<Gain>], margin: f64) -> Advice {
+    let known: Vec<(usize, Gain)> = gains.iter().enumerate().filter_map(|(i, g)| Some((i, (*g)?))).collect();
+    if known.is_empty() {
+        return Advice::Unknown("no scope was measured".into());
+    }
+    let helps: Vec<(usize, Gain)> = known.iter().copied().filter(|(_, g)| g.low > 1.0 + margin).collect();
+    let beaten = |at: usize| {
+        let own = helps[at].1.speedup;
+        helps[at + 1..].iter().any(|(_, wider)| wider.speedup > own * (1.0 + margin))
+    };
+    if let Some(at) = (0..helps.len()).find(|&at| !beaten(at)) {
+        return Advice::Scope(helps[at].0);
+    }
+    let open = known.iter().filter(|(_, g)| g.high > 1.0 + margin).count();
+    match open {
+        0 => Advice::Eager,
+        _ => Advice::Unknown(format!("{open} of {} scopes may help and are undecided", known.len())),
+    }
+}
+
+impl Tried {
+    /// From the cells of a run's graph row.
+    pub fn of_row(scope: String, captured: f64, row: &[Value]) -> Self {
+        let cell =
+            |name: &str| columns::COLUMNS.iter().zip(row).find(|(c, _)| c.name == name).map(|(_, v)| v);
+        let text = |name: &str| cell(name).map(Value::cell).unwrap_or_default();
+        let float = |name: &str| match cell(name) {
+            Some(Value::Float(x)) => Some(*x),
+            _ => None,
+        };
+        let gain = |name: &str| {
+            let end = |which: &str| float(&format!("{name}_ci95_{which}"));
+            let (low, high) = (end("low").unwrap_or(0.0), end("high").unwrap_or(f64::INFINITY));
+            Some(Gain { speedup: float(name)?, low, high })
+        };
+        Self {
+            scope,
+            captured,
+            status: text("status"),
+            reason: text("status_reason"),
+            verdict: text("verdict"),
+            gain: gain("speedup"),
+            modelled: gain("speedup_modelled"),
+            graph_memory_mib: float("graph_memory_mib"),
+        }
+    }
+}
+
+fn shown(gain: &Option<Gain>) -> String {
+    match gain {
+        None => "-".into(),
+        Some(g) if g.high.is_infinite() => format!("{:.3} (no interval)", g.speedup),
+        Some(g) => format!("{:.3} ({:.3} to {:.3})", g.speedup, g.low, g.high),
+    }
+}
+
+/// The sweep as a table, and its recommendation.
+pub fn render(tried: &[Tried], margin: f64) -> String {
+    let modelled = tried.iter().any(|t| t.modelled.is_some());
+    let mut head = vec!["scope", "captured", "speedup", "verdict", "graph memory MiB"];
+    if modelled {
+        head.push("modelled speedup");
+    }
+    let mut lines = vec![head.into_iter().map(String::from).collect::<Vec<_>>()];
+    for t in tried {
+        let memory = t.graph_memory_mib.map_or("-".into(), |m| format!("{m:.0}"));
+        let verdict = if t.status == "ok" { t.verdict.clone() } else { t.status.clone() };
+        let captured = format!("{:.0} %", t.captured * 100.0);
+        let mut line = vec![t.scope.clone(), captured, shown(&t.gain), verdict, memory];
+        if modelled {
+            line.push(shown(&t.modelled));
+        }
+        lines.push(line);
+    }
+    let columns = lines[0].len();
+    let widths: Vec<usize> =
+        (0..columns).map(|c| lines.iter().map(|l| l[c].chars().count()).max().unwrap_or(0)).collect();
+    let mut out = String::new();
+    for line in &lines {
+        let cells: Vec<String> =
+            line.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        out += cells.join("  ").trim_end();
+        out.push('\n');
+    }
+    for t in tried.iter().filter(|t| t.status != "ok" && !t.reason.is_empty()) {
+        out += &format!("{}: {}\n", t.scope, t.reason);
+    }
+    let bare: Vec<Option<Gain>> = tried.iter().map(|t| t.gain).collect();
+    out += &format!("Recommended: {}\n", advice(&recommend(&bare, margin), tried, margin));
+    if modelled {
+        let gains: Vec<Option<Gain>> = tried.iter().map(|t| t.modelled).collect();
+        out +=
+            &format!("With the modelled host time: {}\n", advice(&recommend(&gains, margin), tried, margin));
+    }
+    out
+}
+
+fn advice(advice: &Advice, tried: &[Tried], margin: f64) -> String {
+    let percent = margin * 100.0;
+    match advice {
+        Advice::Scope(at) => format!(
+            "{}, the narrowest scope that no wider one beats by more than {percent} %",
+            tried.get(*at).map_or("?", |t| &t.scope)
+        ),
+        Advice::Eager => format!("none: no scope is faster than eager by more than {percent} %"),
+        Advice::Unknown(why) => format!("nothing: {why}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MARGIN: f64 = 0.01;
+
+    fn gain(speedup: f64, half: f64) -> Option<Gain> {
+        Some(Gain { speedup, low: speedup - half, high: speedup + half })
+    }
+    fn sure(speedups: &[f64]) -> Vec<Option<Gain>> {
+        speedups.iter().map(|s| gain(*s, 0.002)).collect()
+    }
+    fn unknown(gains: &[Option<Gain>]) -> bool {
+        matches!(recommend(gains, MARGIN), Advice::Unknown(_))
+    }
+
+    #[test]
+    fn the_narrowest_scope_that_is_not_beaten() {
+        let of = |speedups: &[f64]| recommend(&sure(speedups), MARGIN);
+        assert_eq!(of(&[1.05]), Advice::Scope(0));
+        assert_eq!(of(&[1.05, 1.10, 1.20]), Advice::Scope(2), "the widest gains most");
+        assert_eq!(of(&[1.05, 1.10, 1.105]), Advice::Scope(1), "half a per cent more is no reason to widen");
+        assert_eq!(of(&[1.10, 1.10, 1.10]), Advice::Scope(0), "ties go to the narrowest");
+        assert_eq!(of(&[1.20, 1.10, 1.05]), Advice::Scope(0), "wider is worse");
+        assert_eq!(of(&[1.0, 0.97, 1.10]), Advice::Scope(2), "the narrow ones do not help");
+        // Each step within the margin, the sum beyond it: the first that no later one beats.
+        assert_eq!(of(&[1.100, 1.108, 1.116]), Advice::Scope(1));
+        assert_eq!(of(&[1.0, 1.004, 0.99]), Advice::Eager);
+        assert_eq!(of(&[0.8, 0.9]), Advice::Eager, "graphs that slow down");
+    }
+
+    #[test]
+    fn failed_and_undecided_scopes_are_not_recommended() {
+        assert_eq!(recommend(&[None, gain(1.05, 0.002), None], MARGIN), Advice::Scope(1));
+        // A wider one that may help is no reason against one that does.
+        assert_eq!(recommend(&[gain(1.05, 0.002), gain(1.2, 0.5)], MARGIN), Advice::Scope(0));
+        assert!(unknown(&[]) && unknown(&[None, None]));
+        assert!(unknown(&[gain(1.02, 0.03)]), "the interval crosses the margin");
+        let no_interval = Some(Gain { speedup: 1.3, low: 0.0, high: f64::INFINITY });
+        assert!(unknown(&[no_interval, gain(1.0, 0.002)]));
+        assert_eq!(recommend(&[no_interval, gain(1.05, 0.002)], MARGIN), Advice::Scope(1));
+    }
+
+    #[test]
+    fn a_larger_margin_asks_for_more() {
+        let gains = sure(&[1.03, 1.05]);
+        assert_eq!(recommend(&gains, 0.0), Advice::Scope(1));
+        assert_eq!(recommend(&gains, 0.025), Advice::Scope(0));
+        assert_eq!(recommend(&gains, 0.06), Advice::Eager);
+    }
+
+    #[test]
+    fn the_table_names_failures_and_both_recommendations() {
+        let tried = |scope: &str, status: &str, gain, modelled| Tried {
+            scope: scope.into(),
+            captured: 0.5,
+            status: status.into(),
+            reason: if status == "ok" { String::new() } else { "out of memory: 3 MiB".into() },
+            verdict: "equivalent".into(),
+            gain,
+            modelled,
+            graph_memory_mib: Some(12.0),
+        };
+        let rows = [
+            tried("attn", "ok", gain(1.0, 0.002), gain(1.3, 0.01)),
+            tried("attn,mlp", "failed", None, None),
+            tried("full_iteration", "ok", gain(1.002, 0.002), gain(1.6, 0.01)),
+        ];
+        let text = render(&rows, MARGIN);
+        assert!(text.contains("attn,mlp: out of memory: 3 MiB"), "{text}");
+        assert!(text.contains("Recommended: none: no scope is faster than eager by more than 1 %"), "{text}");
+        assert!(text.contains("With the modelled host time: full_iteration, the narrowest"), "{text}");
+        let bare: Vec<Tried> = rows.into_iter().map(|t| Tried { modelled: None, ..t }).collect();
+        assert!(!render(&bare, MARGIN).contains("modelled"));
+    }
+}

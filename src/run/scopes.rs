@@ -1,0 +1,171 @@
+//! `--sweep`: every legal scope that is worth a try, narrowest first, one run each; a table and a recommendation.
+
+use super::{one, plan, say, say_notices, usage};
+use crate::args::{Args, ScopeList, impl_name, scope_name};
+use crate::capture::RunPlan;
+use crate::config::{GraphImpl, Scope};
+use crate::overrides::{self, Resolved};
+use crate::recipe::Catalogue;
+use crate::report::recommend::{Tried, render};
+use crate::report::xlsx::Book;
+use crate::sweep;
+use std::collections::HashSet;
+use std::io::Write;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+use GraphImpl::{Local, TransformerEngine};
+use Scope::{Attn, FullIteration, Mamba, Mlp, Moe, MoePreprocess, MoeRouter};
+
+/// What users of the harness try (rules file, section 5; the seed's bring-up order), for every kind of layer. An empty
+/// scope is the whole layer. What a model has no layer for, or a rule forbids, is left out.
+const SETS: &[(GraphImpl, &[Scope])] = &[
+    (TransformerEngine, &[Mlp]),
+    (TransformerEngine, &[Attn]),
+    (TransformerEngine, &[Mamba]),
+    (TransformerEngine, &[MoeRouter]),
+    (TransformerEngine, &[MoeRouter, MoePreprocess]),
+    (TransformerEngine, &[Moe]),
+    (TransformerEngine, &[Attn, Mlp]),
+    (TransformerEngine, &[Attn, Mamba]),
+    (TransformerEngine, &[Attn, MoeRouter]),
+    (TransformerEngine, &[Attn, MoeRouter, MoePreprocess]),
+    (TransformerEngine, &[Attn, Mamba, MoeRouter]),
+    (TransformerEngine, &[Attn, Mamba, MoeRouter, MoePreprocess]),
+    (TransformerEngine, &[Attn, Moe]),
+    (TransformerEngine, &[]),
+    (Local, &[FullIteration]),
+];
+
+/// One run of the sweep.
+struct Job {
+    args: Args,
+    resolved: Resolved,
+    scope: String,
+    captured: f64,
+}
+
+/// The command line of one scope.
+fn with_scope(args: &Args, implementation: GraphImpl, scope: &[Scope]) -> Args {
+    let mut own = args.clone();
+    own.mbperf.sweep = false;
+    own.argv.retain(|word| word != "--sweep");
+    own.argv.extend(["--cuda_graph_impl".into(), impl_name(implementation).into()]);
+    own.performance.cuda_graph_impl = Some(implementation);
+    if scope.is_empty() {
+        let whole = "model.cuda_graph_scope=[]".to_owned();
+        own.overrides.push(whole.clone());
+        own.argv.push(whole);
+    } else {
+        let names: Vec<&str> = scope.iter().map(|s| scope_name(*s)).collect();
+        own.argv.extend(["--cuda_graph_scope".into(), names.join(",")]);
+        own.performance.cuda_graph_scope = Some(ScopeList(scope.to_vec()));
+    }
+    own
+}
+
+/// Which of the step's launches the graphs hold, and their share.
+fn captured(plan: &RunPlan) -> (Vec<bool>, f64) {
+    let Some(graph) = &plan.graph else { return (Vec::new(), 0.0) };
+    let held: Vec<bool> = graph
+        .segments
+        .iter()
+        .flat_map(|s| s.launches.clone().map(|i| (i, s.graph.is_some())))
+        .filter(|(i, _)| !graph.program.launches[*i].staging)
+        .map(|(_, held)| held)
+        .collect();
+    let share = held.iter().filter(|h| **h).count() as f64 / held.len().max(1) as f64;
+    (held, share)
+}
+
+/// The legal scopes of this model, narrowest first.
+fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
+    let mut jobs: Vec<Job> = Vec::new();
+    let mut refused: Vec<String> = Vec::new();
+    // By implementation and captured launches: two names of one set are one run.
+    let mut seen: HashSet<(bool, Vec<bool>)> = HashSet::new();
+    for (implementation, scope) in SETS {
+        let own = with_scope(args, *implementation, scope);
+        let resolved = match overrides::resolve(&own, catalogue, &|name| std::env::var(name).ok()) {
+            Ok(resolved) => resolved,
+            Err(e) => {
+                refused.push(e.to_string());
+                continue;
+            }
+        };
+        resolved.require_built()?;
+        // A scope that finds no launch is none for this model.
+        let Ok(plan) = plan(&resolved.config, false) else { continue };
+        let (held, share) = captured(&plan);
+        let graph = &resolved.config.graph;
+        if !held.contains(&true) || !seen.insert((graph.implementation == Local, held)) {
+            continue;
+        }
+        let names: Vec<&str> = graph.scope.iter().map(|s| scope_name(*s)).collect();
+        let scope = if names.is_empty() { "whole layer".to_owned() } else { names.join(",") };
+        jobs.push(Job { args: own, resolved, scope, captured: share });
+    }
+    if jobs.is_empty() {
+        let why = refused.first().map_or("no scope holds a launch of it", String::as_str);
+        return Err(usage(&format!("--sweep: no scope is legal for this model: {why}")));
+    }
+    jobs.sort_by(|a, b| a.captured.total_cmp(&b.captured));
+    // A profiler slows down all that follows it in the process.
+    let last = jobs.len() - 1;
+    jobs[..last].iter_mut().for_each(|job| job.args.mbperf.no_profile = true);
+    Ok(jobs)
+}
+
+/// Runs the sweep. A scope that fails does not stop the others.
+///
+/// # Errors
+/// Options that choose a scope, or a model that no scope is legal for (exit 2).
+pub(super) fn run(
+    args: &Args,
+    catalogue: &Catalogue,
+    interrupt: &AtomicBool,
+    book: Option<&Arc<Mutex<Book>>>,
+) -> anyhow::Result<u8> {
+    let own = &args.mbperf;
+    let clash = [
+        ("--cuda_graph_impl", args.performance.cuda_graph_impl.is_some()),
+        ("--cuda_graph_scope", args.performance.cuda_graph_scope.is_some()),
+        ("--repeat", own.repeat > 1),
+        ("--aa", own.aa.is_some()),
+        ("--dump", own.dump.is_some()),
+    ];
+    if let Some((name, _)) = clash.iter().find(|(_, given)| *given) {
+        return Err(usage(&format!("--sweep runs every legal scope once: leave {name} out")));
+    }
+    let jobs = jobs(args, catalogue)?;
+    if args.general.dryrun {
+        let mut text = String::from("What --sweep would run, narrowest first:\n");
+        for job in &jobs {
+            text += &format!("{:<40}{:>4.0} % of the launches in graphs\n", job.scope, job.captured * 100.0);
+        }
+        return match std::io::stdout().lock().write_all(text.as_bytes()) {
+            Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
+            _ => Ok(0),
+        };
+    }
+    if let Some(first) = jobs.first() {
+        say_notices(&first.resolved, args);
+    }
+    let names: Vec<&str> = jobs.iter().map(|j| j.scope.as_str()).collect();
+    say(args, &format!("--sweep: {} scopes, narrowest first: {}", names.len(), names.join("; ")));
+    let book = book.cloned().unwrap_or_default();
+    let mut tried = Vec::new();
+    let code = sweep::each(jobs, |job| {
+        let from = book.lock().map_or(0, |b| b.rows.len());
+        let ran = one(job.resolved, &job.args, interrupt, Some(&book));
+        let graph = book.lock().ok().and_then(|b| b.rows[from..].last().cloned());
+        if let Some(row) = graph {
+            tried.push(Tried::of_row(job.scope, job.captured, &row));
+        }
+        ran
+    });
+    if own.format != crate::args::Format::Json {
+        say(args, &format!("\n{}", render(&tried, own.margin).trim_end()));
+    }
+    Ok(code)
+}

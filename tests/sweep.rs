@@ -1,0 +1,96 @@
+//! `--sweep` through the binary: which scopes are run, in what order, and what is said of them.
+#![allow(clippy::unwrap_used)]
+
+#[path = "common/binary.rs"]
+mod binary;
+
+use binary::{cell, records, run, text};
+use tempfile::tempdir;
+
+const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
+const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
+const PADDED: &str = "--use_tokendrop true model.moe_token_dispatcher_type=alltoall";
+const NANO: &str = "-m nemotronh -mr nemotron_3_nano -g h100";
+
+fn planned(line: &str) -> Vec<String> {
+    let dir = tempdir().unwrap();
+    let output = run(dir.path(), &format!("{line} --sweep --dryrun"));
+    assert_eq!(output.status.code(), Some(0), "{line}\n{}", text(&output.stderr));
+    let list = text(&output.stdout);
+    let scopes = list.lines().skip(1).map(|l| l.rsplit_once("  ").unwrap().0.trim().to_owned());
+    let shares: Vec<f64> =
+        list.lines().skip(1).map(|l| l.split_whitespace().rev().nth(6).unwrap().parse().unwrap()).collect();
+    assert!(shares.windows(2).all(|w| w[0] <= w[1]), "narrowest first: {list}");
+    scopes.map(|s| s.trim_end_matches(|c: char| c.is_ascii_digit() || c == ' ').to_owned()).collect()
+}
+
+#[test]
+fn every_legal_scope_is_tried_once() {
+    assert_eq!(planned(LLAMA), ["mlp", "attn", "attn,mlp", "full_iteration"]);
+    // Dropless experts: their dispatch cannot lie in a graph (R63).
+    let dropless = planned(QWEN);
+    assert!(dropless.contains(&"attn,moe_router,moe_preprocess".to_owned()), "{dropless:?}");
+    assert!(
+        dropless.iter().all(|s| s != "moe" && s != "full_iteration" && s != "whole layer"),
+        "{dropless:?}"
+    );
+    let padded = planned(&format!("{QWEN} {PADDED}"));
+    assert!(
+        ["moe", "attn,moe", "full_iteration"].iter().all(|s| padded.contains(&(*s).to_owned())),
+        "{padded:?}"
+    );
+    let hybrid = planned(NANO);
+    assert!(hybrid.contains(&"mamba".to_owned()) && hybrid.contains(&"attn,mamba".to_owned()), "{hybrid:?}");
+}
+
+#[test]
+fn rows_of_every_scope_and_what_is_said_on_a_cpu() {
+    let dir = tempdir().unwrap();
+    let line = format!("{LLAMA} --device cpu -ms 6 --num_layers 2 -sl 32 --sweep -o x.csv");
+    let output = run(dir.path(), &line);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    let rows = records(&std::fs::read(dir.path().join("x.csv")).unwrap());
+    let scopes: Vec<String> =
+        (0..rows.len() - 1).step_by(2).map(|r| cell(&rows, r, "cuda_graph_scope")).collect();
+    assert_eq!(scopes, ["mlp", "attn", "attn+mlp", "full_iteration"]);
+    for row in 0..rows.len() - 1 {
+        assert_eq!(
+            (cell(&rows, row, "status"), cell(&rows, row, "digest_match")),
+            ("ok".into(), "true".into())
+        );
+        // The command of a row runs that row alone.
+        let command = cell(&rows, row, "command");
+        assert!(!command.contains("--sweep") && command.contains("--cuda_graph_impl"), "{command}");
+    }
+    assert!(said.contains("Recommended: nothing: no scope was measured"), "{said}");
+    // Resumed, nothing is run again.
+    let before = std::fs::read(dir.path().join("x.csv")).unwrap();
+    let again = run(dir.path(), &format!("{line} --resume"));
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again.stderr));
+    assert_eq!(std::fs::read(dir.path().join("x.csv")).unwrap(), before);
+}
+
+#[test]
+fn a_failing_scope_does_not_stop_the_others() {
+    let dir = tempdir().unwrap();
+    let line = format!(
+        "{LLAMA} --device cpu -ms 6 --num_layers 2 -sl 32 --sweep -o x.csv --inject capture:out_of_memory"
+    );
+    let output = run(dir.path(), &line);
+    assert_eq!(output.status.code(), Some(5), "{}", text(&output.stderr));
+    let rows = records(&std::fs::read(dir.path().join("x.csv")).unwrap());
+    assert_eq!(rows.len(), 1 + 8, "every scope leaves its rows");
+    assert!(text(&output.stderr).contains("failed"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn options_that_choose_a_scope_are_refused() {
+    let dir = tempdir().unwrap();
+    for option in ["--cuda_graph_scope attn", "--cuda_graph_impl local", "--repeat 2"] {
+        let output = run(dir.path(), &format!("{LLAMA} --device cpu --sweep {option} -o x.csv"));
+        assert_eq!(output.status.code(), Some(2), "{option}");
+        assert!(text(&output.stderr).contains("--sweep"), "{option}");
+        assert!(!dir.path().join("x.csv").exists());
+    }
+}
