@@ -25,7 +25,7 @@ pub fn list(only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
 const MOST_SPILLED_BYTES: usize = 16;
 
 /// Prepares every op for each architecture, e.g. `sm_90a`; lists registers and spills. True if all compiled and
-/// none spills more than [`MOST_SPILLED_BYTES`].
+/// none spills more than `MOST_SPILLED_BYTES`.
 ///
 /// # Errors
 /// NVRTC is missing, or the output cannot be written.

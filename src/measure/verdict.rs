@@ -48,7 +48,7 @@ pub fn judge(ci95: Option<(f64, f64)>, margin: f64) -> Verdict {
 const MIN_PAIRS_TO_RANK: usize = 20;
 
 /// Typical log-ratio of pairs (time of side 0, time of side 1) with its 95 % interval: studentised under
-/// [`MIN_PAIRS_TO_RANK`], of signed ranks from there on. The two blocks of a pair are neighbours in time, so slow
+/// `MIN_PAIRS_TO_RANK`, of signed ranks from there on. The two blocks of a pair are neighbours in time, so slow
 /// drift cancels; either estimate bears a disturbed pair in ten. In ABBA order blocks of one arm meet at the joint
 /// of two pairs, so noise that outlasts a block makes neighbouring pairs alike: the interval is widened by what
 /// their autocorrelation asks for.

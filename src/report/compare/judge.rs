@@ -151,7 +151,7 @@ pub enum Verdict {
 ///
 /// - whole interval below the threshold: fine, `improvement` if it also lies below zero and reaches the
 ///   threshold's mirror image;
-/// - it reaches the threshold and excludes no change, and the estimate is at least [`LEAST_SHARE`] of the threshold and
+/// - it reaches the threshold and excludes no change, and the estimate is at least `LEAST_SHARE` of the threshold and
 ///   `least`: `regression`. A true slowdown by just the threshold is thus found, which a rule that asks the estimate
 ///   to exceed it would miss every other time;
 /// - otherwise: `undecided`.
