@@ -1,4 +1,6 @@
 //! Segments of each scope against expectations written by hand, and the proofs on the CPU device.
+//!
+//! Over 500 lines: the expectations are read side by side.
 
 use super::*;
 use crate::config::{Dispatcher, LayerKind, RunConfig, Scope::*};
