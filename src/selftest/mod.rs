@@ -1,9 +1,8 @@
 //! `mbperf selftest`: what can only be checked on a GPU. Prints one line a check; any failure is exit 1.
 //!
 //! Every CUDA op against its f64 reference on odd sizes and, row by sampled row, on real ones, attention with
-//! both backends; eager against
-//! graph bit for bit with dropout on; replays that draw fresh numbers; a thousand replays; capture and destroy
-//! without growth; the host cost of a launch.
+//! both backends; eager against graph bit for bit with dropout on; replays that draw fresh numbers; a thousand
+//! replays; capture and destroy without growth; the host cost of a launch.
 
 mod attention;
 pub mod cases;
@@ -12,12 +11,14 @@ pub mod ops;
 mod steps;
 
 use crate::args::SelftestArgs;
+use crate::device::cuda::context::Context;
 use crate::device::cuda::cudnn::AttentionBackend;
 use crate::device::cuda::executor::CudaOptions;
 use crate::ops::Op;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Counts and prints.
 pub struct Log<'a> {
@@ -26,6 +27,8 @@ pub struct Log<'a> {
     except: Option<String>,
     passed: usize,
     failed: usize,
+    /// End of the check before.
+    since: Instant,
 }
 
 impl Log<'_> {
@@ -44,14 +47,19 @@ impl Log<'_> {
         } else {
             self.failed += 1
         }
-        let _ = writeln!(self.out, "{word} {name}: {text}");
+        let seconds = self.since.elapsed().as_secs_f64();
+        self.since = Instant::now();
+        let _ = writeln!(self.out, "{word} {name}: {text} ({seconds:.1} s)");
         let _ = self.out.flush();
     }
 }
 
 /// Runs all checks; true if all passed.
 pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> bool {
-    let mut log = Log { out, only: args.only.clone(), except: args.except.clone(), passed: 0, failed: 0 };
+    let (only, except) = (args.only.clone(), args.except.clone());
+    let mut log = Log { out, only, except, passed: 0, failed: 0, since: Instant::now() };
+    // Each check opens the device for itself; while this one is held, that does not build a context each time.
+    let _held = Context::open(options.ordinal);
     let own = attention::with(options, AttentionBackend::Own);
     if args.small {
         odd_sizes(&mut log, cases::small(), &own);

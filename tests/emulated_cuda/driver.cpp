@@ -105,7 +105,7 @@ int allocate(Address* out, size_t bytes) {
 // ---- modules and kernels -------------------------------------------------------------------------------
 typedef void (*Run)(EmuLaunch*);
 typedef void (*Signal)(int, siginfo_t*);
-struct Copy { void* handle; const EmuKernel* list; int count; Run run; Signal signal; };
+struct Copy { void* handle; const EmuKernel* list; int count; Run run; Signal signal; unsigned fixed_shared; };
 struct Module { std::string image; std::vector<Copy> copies; };   // one a worker: see runtime.cpp
 struct Function {
     Module* module; int place; std::string name; const EmuKernel* kernel; unsigned allowed_shared;
@@ -135,6 +135,9 @@ bool open_copy(Module& m, size_t worker) {
         const Kernels kernels = (Kernels)dlsym(c.handle, "emu_kernels");
         c.run = (Run)dlsym(c.handle, "emu_run");
         c.signal = (Signal)dlsym(c.handle, "emu_signal");
+        // Of all kernels of the source together: too much for one of several, never too little.
+        const auto fixed = (unsigned (*)())dlsym(c.handle, "emu_fixed_shared");
+        c.fixed_shared = fixed ? fixed() : 0;
         if (!kernels || !c.run || !c.signal) return false;
         c.list = kernels(&c.count);
         m.copies.push_back(c);
@@ -549,7 +552,8 @@ R cuModuleGetFunction(Function** f, Module* m, const char* name) {
     const Copy& c = m->copies[0];
     for (int i = 0; i < c.count; ++i)
         if (!strcmp(c.list[i].name, name)) {
-            *f = new Function{m, i, name, &c.list[i], 48 * 1024, nullptr};
+            // What a kernel declares itself lies in the same 48 KiB.
+            *f = new Function{m, i, name, &c.list[i], 48 * 1024 - std::min(c.fixed_shared, 48u * 1024), nullptr};
             return SUCCESS;
         }
     return NOT_FOUND;
@@ -566,8 +570,8 @@ R cuFuncGetParamInfo(Function* f, size_t i, size_t* offset, size_t* size) {
 // 8: most dynamic shared memory.
 R cuFuncSetAttribute(Function* f, int a, int v) {
     const int limit = std::min(EMU_SHARED_LIMIT, number("MBPERF_EMULATED_SHARED_KIB", 227) * 1024);
-    if (a != 8 || v < 0 || v > limit) return INVALID_VALUE;
-    f->allowed_shared = std::max((unsigned)v, 48u * 1024);
+    if (a != 8 || v < 0 || v + (int)f->module->copies[0].fixed_shared > limit) return INVALID_VALUE;
+    f->allowed_shared = v;
     return SUCCESS;
 }
 R cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Stream* s, void** args, void**) {

@@ -22,6 +22,7 @@ dim3 emu_block_index, emu_block_dim, emu_grid_dim;
 enum { CANARY = 256 };
 alignas(1024) char emu_window[EMU_DYNAMIC_AT + EMU_SHARED_LIMIT + CANARY + 64];
 extern "C" char __start_emu_shared[] __attribute__((weak)), __stop_emu_shared[] __attribute__((weak));
+extern "C" unsigned emu_fixed_shared() { return __start_emu_shared ? __stop_emu_shared - __start_emu_shared : 0; }
 
 namespace {
 constexpr unsigned char POISON = 0xff;       // NaN as a float, -1 as an integer

@@ -165,9 +165,8 @@ impl KernelCache {
             let most = inner.declared.iter().map(Vec::len).max().unwrap_or(0).min(MAX_PARAMS);
             inner.sizes = Some(parameter_sizes(inner.function, most)?);
             inner._module = Some(module);
-            if shared_bytes > FREE_SHARED_BYTES {
-                allow_shared(inner.function, shared_bytes, &inner)?;
-            }
+            // Also for few bytes: what a kernel declares itself counts against the free 48 KiB.
+            allow_shared(inner.function, inner.shared_bytes, &inner)?;
         }
         let kernel = Kernel(Arc::new(inner));
         self.kernels.insert(id, kernel.clone());
