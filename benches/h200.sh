@@ -1,33 +1,84 @@
 #!/usr/bin/env bash
 # Every figure under results/h200/, on a machine with a GPU (PyTorch and compute-sanitizer beside it): builds nothing.
-# usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]     parts: selftest qwen llama cold referee sanitizer side ops verdict host_model pages
+# usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
+# parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) cold qwen llama512 llama8192 side ops verdict host_model pages
+# MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/h200}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-selftest qwen llama cold referee sanitizer side ops pages}
+parts=${*:-selftest referee sanitizer cold qwen llama512 llama8192 side ops pages}
 mkdir -p "$out"
 wants() { [[ " $parts " == *" $1 "* ]]; }
 row() { # FILE ARGUMENTS...
     local file=$1 start=$SECONDS
     shift
-    "$mbperf" "$@" -q -o "$out/$file.csv" >"$out/last.log" 2>&1
+    "$mbperf" "$@" ${MAX_TIME:+--max_time "$MAX_TIME"} -q -o "$out/$file.csv" >"$out/last.log" 2>&1
     local code=$?
     echo "exit $code, $((SECONDS - start)) s: $*"
     [ $code = 0 ] || tail -3 "$out/last.log"
 }
 LLAMA="-m llama -mr llama3_8b -g h100 -cp 1"
 QWEN="-m qwen -mr qwen3_30b_a3b -g h100"
+LATENT="-c bf16 --task pretrain -pp 1 -vp None -tp 1 -ep 64 optimizer.optimizer=adam model.mtp_num_layers=0"
 PADDED="--use_tokendrop true model.moe_token_dispatcher_type=alltoall"
 
-if wants selftest; then
-    echo "== selftest"
+selftest_part() {
     "$mbperf" selftest >"$out/selftest.txt" 2>&1
-    tail -1 "$out/selftest.txt"
+    echo "selftest: exit $?, $(tail -1 "$out/selftest.txt"), $SECONDS s"
     grep FAILED "$out/selftest.txt" | cut -c1-300
-fi
-# Steps of 0.1, 0.5 and 1.5 s in the default time, which grows to what eight pairs need: about 3 and 6 minutes.
+}
+referee_part() {
+    local dumps
+    dumps=$(mktemp -d)
+    local small="--hidden_size 512 -sl 256 --vocab_size 1024 --max_microbatches 1 -q --max_time 0.5 -o $dumps/rows.csv"
+    dump() { local name=$1; shift; "$mbperf" "$@" $small --dump "$dumps/$name" >/dev/null 2>&1 || echo "dump of $name: exit $?"; }
+    for device in cuda cpu; do
+        dump ${device}_llama3_8b $LLAMA --num_layers 2 --device $device
+        dump ${device}_qwen3_dropless $QWEN --num_layers 2 --device $device
+        dump ${device}_qwen3_dropless_own_routing $QWEN --num_layers 2 --device $device model.moe_router_force_load_balancing=false
+        dump ${device}_qwen3_padded $QWEN --num_layers 2 --device $device $PADDED --cuda_graph_impl none
+        dump ${device}_nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=ME*M --device $device
+        dump ${device}_deepseek_v3 -m deepseek -mr deepseek_v3 -g h100 $LATENT --num_layers 2 --device $device
+        dump ${device}_kimi_k2 -m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 2 --device $device
+        dump ${device}_qwen3_next_80b_a3b -m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 2 --device $device
+    done
+    python3 tests/pytorch/check.py "$dumps"/*/ >"$out/referee.txt" 2>&1
+    echo "PyTorch referee: exit $?, $(grep -c agrees "$out/referee.txt") losses agree, $SECONDS s"
+    sed -i "s|$dumps/||" "$out/referee.txt"
+    grep -E "EXCEEDS|, [1-9][0-9]* beyond" "$out/referee.txt" | head -5
+    rm -rf "$dumps"
+}
+sanitizer_check() { # TOOL NAME: our own kernels; cuDNN's have checks of their own.
+    local log code
+    log=$(mktemp)
+    timeout 100 compute-sanitizer --tool "$1" --log-file "$log" "$mbperf" selftest --small --only "$2" --except cudnn >"$log.out" 2>&1
+    code=$?
+    echo "$1 selftest --small --only '$2' --except cudnn: exit $code, $(tail -1 "$log.out"), $(grep -h SUMMARY "$log" | sed 's/=* *//')"
+    rm -f "$log" "$log.out"
+}
+sanitizer_part() {
+    local op
+    export -f sanitizer_check
+    export mbperf
+    for op in attention_fwd attention_bwd grouped_gemm per_expert separate_gemms moe_sort combine_rows gather_rows router rmsnorm qkv_rope swiglu squared_relu cross_entropy embedding adam grad_norm column_sum copy stand_in mla_rope columns token_gate output_gate norm_gate gated_norm mamba_conv ssd delta_net expert_bias; do
+        printf 'memcheck\n%s\nracecheck\n%s\n' $op $op
+    done >"$out/last.list"
+    printf 'memcheck\narms equal: llama attn,mlp\nmemcheck\narms equal: qwen alltoall\nmemcheck\narms equal: hybrid mamba\n' >>"$out/last.list"
+    xargs -d '\n' -n 2 -P 6 bash -c 'sanitizer_check "$1" "$2"' _ <"$out/last.list" | sort >"$out/sanitizer.txt"
+    echo "compute-sanitizer: $(wc -l <"$out/sanitizer.txt") runs, $SECONDS s; those with a finding or none:"
+    grep -v 'exit 0, [1-9].* 0 \(errors\|hazards\)' "$out/sanitizer.txt"
+}
+running=()
+for part in selftest referee sanitizer; do
+    if wants $part; then
+        ${part}_part &
+        running+=($!)
+    fi
+done
+[ ${#running[@]} = 0 ] || wait "${running[@]}"
+# In the default time about 3 minutes, llama's rows 2 and 4.
 if wants qwen; then
     echo "== rows of qwen3_30b_a3b"
     row qwen3_30b_a3b $QWEN
@@ -36,15 +87,15 @@ if wants qwen; then
     row qwen3_30b_a3b $QWEN $PADDED --cuda_graph_impl transformer_engine --cuda_graph_scope moe
     row qwen3_30b_a3b $QWEN $PADDED --cuda_graph_impl local --cuda_graph_scope full_iteration
 fi
-if wants llama; then
-    echo "== rows of llama3_8b"
-    for seq in 8192 512; do
+for seq in 512 8192; do
+    if wants llama$seq; then
+        echo "== rows of llama3_8b, sequence $seq"
         row llama3_8b $LLAMA -sl $seq --cuda_graph_scope attn
         row llama3_8b $LLAMA -sl $seq --cuda_graph_scope attn,mlp
         row llama3_8b $LLAMA -sl $seq --cuda_graph_impl transformer_engine
         row llama3_8b $LLAMA -sl $seq --cuda_graph_scope full_iteration
-    done
-fi
+    fi
+done
 if wants cold; then
     echo "== the main command, process start to CSV, with a cold and then a warm kernel cache"
     cache=$(mktemp -d)
@@ -54,41 +105,6 @@ if wants cold; then
         echo "$state cache: exit $?, $(($(($(date +%s%N) - start)) / 1000000)) ms"
     done | tee "$out/main_command.txt"
     rm -rf "$cache"
-fi
-if wants referee; then
-    echo "== PyTorch referee"
-    dumps=$(mktemp -d)
-    small="--num_layers 2 --hidden_size 512 -sl 256 --vocab_size 1024 --max_microbatches 1 -q --max_time 0.5 -o $dumps/rows.csv"
-    dump() { local name=$1; shift; "$mbperf" "$@" $small --dump "$dumps/$name" >/dev/null 2>&1; }
-    for device in cuda cpu; do
-        dump ${device}_llama3_8b $LLAMA --device $device
-        dump ${device}_qwen3_dropless $QWEN --device $device
-        dump ${device}_qwen3_dropless_own_routing $QWEN --device $device model.moe_router_force_load_balancing=false
-        dump ${device}_qwen3_padded $QWEN --device $device $PADDED --cuda_graph_impl none
-    done
-    python3 tests/pytorch/check.py "$dumps"/*/ >"$out/referee.txt" 2>&1
-    echo "exit $?"
-    sed -i "s|$dumps/||" "$out/referee.txt"
-    grep -c agrees "$out/referee.txt"
-    rm -rf "$dumps"
-fi
-if wants sanitizer; then
-    echo "== compute-sanitizer on small shapes"
-    : >"$out/sanitizer.txt"
-    check() { # TOOL NAME SECONDS
-        local log
-        log=$(mktemp)
-        # Our own kernels: cuDNN's have checks of their own.
-        timeout "$3" compute-sanitizer --tool "$1" --log-file "$log" "$mbperf" selftest --only "$2" --except cudnn >/dev/null 2>&1
-        echo "$1 selftest --only $2 --except cudnn: exit $? $(grep -h SUMMARY "$log" | sed 's/=* *//')" | tee -a "$out/sanitizer.txt"
-        rm -f "$log"
-    }
-    for op in attention_fwd attention_bwd grouped_gemm_n grouped_gemm_tn moe_sort combine_rows gather_rows router rmsnorm qkv_rope swiglu cross_entropy embedding adam grad_norm column_sum copy "arms equal: llama attn,mlp" "arms equal: qwen alltoall"; do
-        check memcheck "$op" 60
-    done
-    for op in attention_fwd attention_bwd grouped_gemm_n grouped_gemm_tn moe_sort router rmsnorm qkv_rope cross_entropy embedding grad_norm column_sum ssd gated_norm mamba_conv; do
-        check racecheck "$op" 60
-    done
 fi
 if wants side; then
     echo "== side by side with PyTorch"
@@ -115,4 +131,4 @@ if wants pages; then
         echo "exit $?: $(basename "${file%.csv}").html, .xlsx"
     done
 fi
-rm -f "$out/last.log"
+rm -f "$out/last.log" "$out/last.list"
