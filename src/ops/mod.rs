@@ -4,6 +4,7 @@
 //! shape, dtype and access, and the builder, both devices and `selftest` all go by that list.
 
 pub mod attention;
+pub mod chunked;
 pub mod collective;
 pub mod columns;
 pub mod cpu_args;

@@ -1,9 +1,9 @@
 //! What several ops share: checks in `prepare`, and values for `sample`.
 
-use super::Sample;
 use super::rng::{
     WORD_LR, WORD_MICRO_BATCH, WORD_SEED_HI, WORD_SEED_LO, WORD_STEP, WORDS, normal_of, philox,
 };
+use super::{Real, Sample};
 use crate::device::DeviceError;
 use crate::device::cuda::prep::DevPtr;
 use crate::program::DType;
@@ -29,6 +29,11 @@ pub fn aligned(op: &str, args: &[DevPtr]) -> Result<(), DeviceError> {
             args[i].0
         ))),
     }
+}
+
+/// 1 / (1 + e^-x).
+pub fn sigmoid<T: Real>(x: T) -> T {
+    T::of(1.0) / (T::of(1.0) + (-x).exp())
 }
 
 /// The name of a float dtype in a kernel's source.

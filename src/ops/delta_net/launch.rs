@@ -2,7 +2,8 @@
 
 use super::{CHUNK, DeltaShape, NORM_EPS};
 use crate::device::DeviceError;
-use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue, KernelSource};
+use crate::ops::chunked::{Call, cut, fits_indices, needs_tensor_cores, tile, total};
 use crate::ops::support::{addresses, aligned};
 
 const FORWARD: KernelSource = KernelSource {
@@ -23,19 +24,11 @@ const DIM_STEP: usize = 32;
 const BLOCKS_WANTED: usize = 128;
 const PREPARE_THREADS: usize = 128;
 const GRADIENT_THREADS: usize = 256;
-/// Alignment of the pieces of the workspace.
-const PIECE_BYTES: usize = 256;
 
 /// What the kernels cannot run.
 fn check(s: &DeltaShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
     let wrong = |what: String| Err(DeviceError::Invalid(format!("delta net: {what}; use --device cpu")));
-    if cuda.cc < 80 {
-        return Err(DeviceError::Unavailable(format!(
-            "delta net needs bf16 tensor cores (compute capability 8.0); this device has {}.{}; use --device cpu",
-            cuda.cc / 10,
-            cuda.cc % 10
-        )));
-    }
+    needs_tensor_cores("delta net", cuda)?;
     for (what, dim) in [("q and k heads", s.key_dim), ("v heads", s.value_dim)] {
         if dim == 0 || !dim.is_multiple_of(DIM_STEP) || dim > MAX_DIM {
             return wrong(format!(
@@ -49,12 +42,7 @@ fn check(s: &DeltaShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
             s.value_heads, s.key_heads
         ));
     }
-    if s.tokens().saturating_mul(s.projected_width()) > i32::MAX as usize * 16
-        || s.seq > i32::MAX as usize / 2
-    {
-        return wrong(format!("{} sequences of {} tokens are too many", s.batch, s.seq));
-    }
-    Ok(())
+    fits_indices("delta net", s.batch, s.seq, s.tokens(), s.projected_width())
 }
 
 /// Columns of V of a block of the passes: the widest that fills the device.
@@ -71,28 +59,15 @@ fn pieces(s: &DeltaShape, backward: bool) -> [usize; 7] {
     let square = s.batch * s.chunks() * s.value_heads * CHUNK * CHUNK * 2;
     let states = if backward { s.states_shape().iter().product::<usize>() * 2 } else { 0 };
     let (own, keyed) = (series(s.value_heads), series(s.key_heads));
-    [own, own, keyed, keyed, square, square, states].map(|bytes| bytes.next_multiple_of(PIECE_BYTES))
-}
-
-fn cut(s: &DeltaShape, backward: bool, workspace: DevPtr) -> [DevPtr; 7] {
-    let mut at = 0;
-    pieces(s, backward).map(|bytes| {
-        at += bytes;
-        workspace.offset(at - bytes)
-    })
+    [own, own, keyed, keyed, square, square, states]
 }
 
 pub(super) fn forward_workspace(s: &DeltaShape) -> usize {
-    pieces(s, false).iter().sum()
+    total(pieces(s, false))
 }
 
 pub(super) fn backward_workspace(s: &DeltaShape) -> usize {
-    pieces(s, true).iter().sum()
-}
-
-/// Bytes of tiles with padded rows, as tiles.cuh lays them out.
-fn tile(rows: usize, cols: usize) -> usize {
-    rows * (cols / 8 + 1) * 16
+    total(pieces(s, true))
 }
 
 /// k and q, and in their place the fp32 triangles of two heads.
@@ -120,37 +95,9 @@ fn defines(s: &DeltaShape) -> Vec<(&'static str, String)> {
     out
 }
 
-fn int(x: usize) -> Param {
-    Param::I32(x as i32)
-}
-
-/// One launch of `entry`; its last parameters are the shape.
-struct Call<'a> {
-    source: KernelSource,
-    entry: &'static str,
-    blocks: usize,
-    threads: usize,
-    shared: usize,
-    pointers: &'a [DevPtr],
-    /// Before the shape.
-    ints: &'a [usize],
-}
-
-impl Call<'_> {
-    fn issue(&self, s: &DeltaShape, cuda: &mut CudaPrep) -> Result<Issue, DeviceError> {
-        let kernel = cuda.kernel(self.source, self.entry, &defines(s), self.shared as u32)?;
-        let config =
-            Config { shared_bytes: self.shared as u32, ..Config::linear(self.blocks, self.threads as u32) };
-        let shape = [s.seq, s.key_heads, s.value_heads, s.chunks()];
-        let params: Vec<Param> = self
-            .pointers
-            .iter()
-            .copied()
-            .map(Param::Ptr)
-            .chain(self.ints.iter().chain(&shape).copied().map(int))
-            .collect();
-        cuda.launch(&kernel, config, &params)
-    }
+/// seq, key heads, value heads, chunks: the end of every kernel's list.
+fn shape(s: &DeltaShape) -> [usize; 4] {
+    [s.seq, s.key_heads, s.value_heads, s.chunks()]
 }
 
 /// Launch of `delta_prepare`, whose copy is in both sources.
@@ -164,13 +111,13 @@ fn prepare(
     Call {
         source,
         entry: "delta_prepare",
-        blocks: s.batch * s.chunks() * s.key_heads,
+        grid: [s.batch * s.chunks() * s.key_heads, 1, 1],
         threads: PREPARE_THREADS,
         shared: prepare_shared(s),
         pointers: &[&inputs[..], &[c, beta, rq, rk, tri, att]].concat(),
         ints: &[s.projected_width()],
     }
-    .issue(s, cuda)
+    .issue(&defines(s), shape(s), cuda)
 }
 
 fn pass_blocks(s: &DeltaShape) -> usize {
@@ -190,19 +137,19 @@ pub(super) fn forward(
     }
     aligned("delta_net_fwd", args)?;
     let [qkv, proj, a_log, dt_bias, o, states] = addresses("delta_net_fwd", args)?;
-    let [c, beta, rq, rk, tri, att, _] = cut(s, false, workspace);
+    let [c, beta, rq, rk, tri, att, _] = cut(pieces(s, false), workspace);
     Ok(Issue::Many(vec![
         prepare(s, cuda, FORWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?,
         Call {
             source: FORWARD,
             entry: "delta_pass",
-            blocks: pass_blocks(s),
+            grid: [pass_blocks(s), 1, 1],
             threads: 2 * slice(s),
             shared: pass_shared(s),
             pointers: &[qkv, c, beta, rq, rk, tri, att, o, states],
             ints: &[],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
     ]))
 }
 
@@ -219,23 +166,23 @@ pub(super) fn backward(
     }
     aligned("delta_net_bwd", args)?;
     let [qkv, proj, a_log, dt_bias, states, d_o, dqkv, dba, partial] = addresses("delta_net_bwd", args)?;
-    let [c, beta, rq, rk, tri, att, dstates] = cut(s, true, workspace);
+    let [c, beta, rq, rk, tri, att, dstates] = cut(pieces(s, true), workspace);
     Ok(Issue::Many(vec![
         prepare(s, cuda, BACKWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?,
         Call {
             source: BACKWARD,
             entry: "delta_pass_back",
-            blocks: pass_blocks(s),
+            grid: [pass_blocks(s), 1, 1],
             threads: 2 * slice(s),
             shared: pass_shared(s),
             pointers: &[qkv, c, beta, rq, rk, tri, att, d_o, dstates, dqkv],
             ints: &[],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
         Call {
             source: BACKWARD,
             entry: "delta_gradients",
-            blocks: s.batch * s.chunks() * s.key_heads,
+            grid: [s.batch * s.chunks() * s.key_heads, 1, 1],
             threads: GRADIENT_THREADS,
             shared: gradients_shared(s),
             pointers: &[
@@ -243,7 +190,7 @@ pub(super) fn backward(
             ],
             ints: &[s.projected_width()],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
     ]))
 }
 

@@ -5,7 +5,7 @@ use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 use crate::ops::rmsnorm::scale_offset;
-use crate::ops::support::{VECTOR, aligned};
+use crate::ops::support::{VECTOR, aligned, sigmoid};
 use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample, check_multiple, int_param, tolerance};
 use crate::program::DType;
 use rayon::prelude::*;
@@ -46,10 +46,6 @@ const SOURCE: KernelSource = KernelSource { name: "gated_norm/after.cu", text: i
 /// Rows of the weight gradient's parts for so many groups in all.
 pub fn partials(all_groups: usize) -> usize {
     all_groups.clamp(1, MAX_PARTIALS)
-}
-
-fn sigmoid<T: Real>(x: T) -> T {
-    T::of(1.0) / (T::of(1.0) + (-x).exp())
 }
 
 /// Lanes that share a group, and vectors that each holds.

@@ -5,7 +5,7 @@
 
 pub mod after;
 
-use super::support::{VECTOR, addresses, aligned};
+use super::support::{VECTOR, addresses, aligned, sigmoid};
 use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -45,10 +45,6 @@ const SOURCE: KernelSource = KernelSource { name: "gated_norm/kernel.cu", text: 
 
 pub fn partials(rows: usize) -> usize {
     rows.min(MAX_PARTIALS)
-}
-
-fn sigmoid<T: Real>(x: T) -> T {
-    T::of(1.0) / (T::of(1.0) + (-x).exp())
 }
 
 fn check(op: &str, group: usize, z_stride: usize, args: &[DevPtr]) -> Result<usize, DeviceError> {

@@ -4,7 +4,7 @@
 //! The input is a column block of the in-projection's output ([z, x, B, C, dt]; [z, q, k, v, b, alpha]): columns `first..first + channels` of rows of
 //! `width`. The backward writes whole rows of that output's gradient, with the parts of z and dt that other ops computed.
 
-use super::support::{VECTOR, aligned};
+use super::support::{VECTOR, aligned, sigmoid};
 use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -141,10 +141,6 @@ impl ConvShape {
 
 /// in, weight and bias.
 type Read<'a, T> = (&'a [T], &'a [T], Option<&'a [T]>);
-
-fn sigmoid<T: Real>(x: T) -> T {
-    T::of(1.0) / (T::of(1.0) + (-x).exp())
-}
 
 impl MambaConvFwd {
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {

@@ -1,7 +1,7 @@
 //! Gate on the output of attention (`attention_output_gate`): y = o * sigmoid(gate). The gate is a block of columns of the
 //! fused QKV product.
 
-use super::support::{VECTOR, aligned};
+use super::support::{VECTOR, aligned, sigmoid};
 use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -34,10 +34,6 @@ pub struct OutputGateBwd {
 
 const SOURCE: KernelSource = KernelSource { name: "output_gate/kernel.cu", text: include_str!("kernel.cu") };
 const THREADS: usize = 256;
-
-fn sigmoid<T: Real>(x: T) -> T {
-    T::of(1.0) / (T::of(1.0) + (-x).exp())
-}
 
 impl GateShape {
     fn inputs(&self) -> Vec<ArgSpec> {

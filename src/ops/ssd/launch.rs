@@ -2,7 +2,8 @@
 
 use super::SsdShape;
 use crate::device::DeviceError;
-use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue, KernelSource};
+use crate::ops::chunked::{Call, cut, fits_indices, needs_tensor_cores, tile, total};
 use crate::ops::support::{addresses, aligned};
 
 const FORWARD: KernelSource = KernelSource {
@@ -25,19 +26,11 @@ const MAX_STATE: usize = 256;
 const MAX_CROSS: usize = 128;
 /// Heads of a thread of `ssd_dt` and `ssd_ddt`: 16 bytes of dt.
 const HEADS_PER_THREAD: usize = 8;
-/// Alignment of the pieces of the workspace.
-const PIECE_BYTES: usize = 256;
 
 /// What the kernels cannot run.
 fn check(s: &SsdShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
     let wrong = |what: String| Err(DeviceError::Invalid(format!("ssd: {what}; use --device cpu")));
-    if cuda.cc < 80 {
-        return Err(DeviceError::Unavailable(format!(
-            "ssd needs bf16 tensor cores (compute capability 8.0); this device has {}.{}; use --device cpu",
-            cuda.cc / 10,
-            cuda.cc % 10
-        )));
-    }
+    needs_tensor_cores("ssd", cuda)?;
     let fits = |n: usize, of: usize, max: usize| n > 0 && n.is_multiple_of(of) && n <= max;
     if !fits(s.chunk, 32, MAX_CHUNK) {
         return wrong(format!(
@@ -63,12 +56,7 @@ fn check(s: &SsdShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
             s.heads, s.groups
         ));
     }
-    if s.tokens().saturating_mul(s.projected_width()) > i32::MAX as usize * 16
-        || s.seq > i32::MAX as usize / 2
-    {
-        return wrong(format!("{} sequences of {} tokens are too many", s.batch, s.seq));
-    }
-    Ok(())
+    fits_indices("ssd", s.batch, s.seq, s.tokens(), s.projected_width())
 }
 
 /// Columns of a block of the state pass: the widest that fills the device.
@@ -91,7 +79,7 @@ fn cross_parts(s: &SsdShape) -> usize {
 
 /// Bytes of one f32 a padded token and head.
 fn series_bytes(s: &SsdShape) -> usize {
-    (s.batch * s.heads * s.chunks() * s.chunk * 4).next_multiple_of(PIECE_BYTES)
+    s.batch * s.heads * s.chunks() * s.chunk * 4
 }
 
 /// Pieces of the backward's workspace in order: dt, cum, row sums, column sums, skips; ends and begins (one for each
@@ -103,20 +91,14 @@ fn backward_pieces(s: &SsdShape) -> [usize; 11] {
     let mats = parts(s) * s.tokens() * s.groups * s.state * 4;
     let cross = cross_parts(s) * series;
     [series, series, series, series, series, cross, cross, dots, 2 * states, mats, mats]
-        .map(|bytes| bytes.next_multiple_of(PIECE_BYTES))
 }
 
 pub(super) fn forward_workspace(s: &SsdShape) -> usize {
-    2 * series_bytes(s)
+    total([series_bytes(s); 2])
 }
 
 pub(super) fn backward_workspace(s: &SsdShape) -> usize {
-    backward_pieces(s).iter().sum()
-}
-
-/// Bytes of tiles with padded rows, as tile.cuh lays them out.
-fn tile(rows: usize, cols: usize) -> usize {
-    rows * (cols / 8 + 1) * 16
+    total(backward_pieces(s))
 }
 
 fn defines(s: &SsdShape) -> Vec<(&'static str, String)> {
@@ -125,42 +107,9 @@ fn defines(s: &SsdShape) -> Vec<(&'static str, String)> {
         .into()
 }
 
-fn int(x: usize) -> Param {
-    Param::I32(x as i32)
-}
-
 /// seq, heads, groups, chunks: the end of every kernel's list.
-fn shape_params(s: &SsdShape) -> [Param; 4] {
-    [s.seq, s.heads, s.groups, s.chunks()].map(int)
-}
-
-fn params(pointers: &[DevPtr], rest: &[Param]) -> Vec<Param> {
-    pointers.iter().copied().map(Param::Ptr).chain(rest.iter().copied()).collect()
-}
-
-/// One launch of `entry`.
-struct Call<'a> {
-    source: KernelSource,
-    entry: &'static str,
-    grid: [usize; 3],
-    threads: usize,
-    shared: usize,
-    pointers: &'a [DevPtr],
-    /// Before the shape.
-    ints: &'a [usize],
-}
-
-impl Call<'_> {
-    fn issue(&self, s: &SsdShape, cuda: &mut CudaPrep) -> Result<Issue, DeviceError> {
-        let kernel = cuda.kernel(self.source, self.entry, &defines(s), self.shared as u32)?;
-        let config = Config {
-            grid: self.grid.map(|n| n as u32),
-            block: [self.threads as u32, 1, 1],
-            shared_bytes: self.shared as u32,
-        };
-        let ints: Vec<Param> = self.ints.iter().copied().map(int).chain(shape_params(s)).collect();
-        cuda.launch(&kernel, config, &params(self.pointers, &ints))
-    }
+fn shape(s: &SsdShape) -> [usize; 4] {
+    [s.seq, s.heads, s.groups, s.chunks()]
 }
 
 fn dt_grid(s: &SsdShape) -> [usize; 3] {
@@ -184,7 +133,7 @@ fn series(
         pointers: &pointers,
         ints: &[w, w - s.heads],
     }
-    .issue(s, cuda)
+    .issue(&defines(s), shape(s), cuda)
 }
 
 /// Shared memory of the state pass: two stages.
@@ -205,7 +154,7 @@ pub(super) fn forward(
     }
     aligned("ssd_fwd", args)?;
     let [xbc, zxbcdt, a_log, d, dt_bias, y, states] = addresses("ssd_fwd", args)?;
-    let (dt, cum) = (workspace, workspace.offset(series_bytes(s)));
+    let [dt, cum] = cut([series_bytes(s); 2], workspace);
     let parts = parts(s);
     let stage = tile(s.chunk, s.head_dim) + tile(s.head_dim, s.state) + s.chunk * 8;
     Ok(Issue::Many(vec![
@@ -219,7 +168,7 @@ pub(super) fn forward(
             pointers: &[xbc, dt, cum, states],
             ints: &[],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
         Call {
             source: FORWARD,
             entry: "ssd_out",
@@ -229,7 +178,7 @@ pub(super) fn forward(
             pointers: &[xbc, d, dt, cum, states, y],
             ints: &[s.heads / s.groups / parts],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
     ]))
 }
 
@@ -246,12 +195,8 @@ pub(super) fn backward(
     }
     aligned("ssd_bwd", args)?;
     let [xbc, zxbcdt, a_log, d, dt_bias, states, dy, dxbc, ddt, partial] = addresses("ssd_bwd", args)?;
-    let mut at = 0;
     let [dt, cum, rows, cols, skips, ends, begins, dots, dstates, part_b, part_c] =
-        backward_pieces(s).map(|bytes| {
-            at += bytes;
-            workspace.offset(at - bytes)
-        });
+        cut(backward_pieces(s), workspace);
     let (parts, slices, cross) = (parts(s), s.state / slice(s), cross_parts(s));
     let (x_tile, m_tile) = (tile(s.chunk, s.head_dim), tile(s.chunk, s.state));
     let dx_stage = 2 * x_tile + tile(s.head_dim, s.state) + s.chunk * 8;
@@ -270,7 +215,7 @@ pub(super) fn backward(
             pointers: &[xbc, dy, dt, cum, states, dstates, dots],
             ints: &[],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
         Call {
             source: BACKWARD,
             entry: "ssd_dx",
@@ -281,7 +226,7 @@ pub(super) fn backward(
             pointers: &[xbc, dy, d, dt, cum, dstates, dxbc, rows, cols, skips, part_b, part_c],
             ints: &[s.heads / s.groups / parts, s.batch],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
         Call {
             source: BACKWARD,
             entry: "ssd_cross",
@@ -291,7 +236,7 @@ pub(super) fn backward(
             pointers: &[xbc, dy, dt, cum, states, dstates, part_b, part_c, dxbc, ends, begins],
             ints: &[parts, s.batch],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
         Call {
             source: BACKWARD,
             entry: "ssd_ddt",
@@ -301,7 +246,7 @@ pub(super) fn backward(
             pointers: &[zxbcdt, a_log, dt_bias, dt, rows, cols, skips, ends, begins, dots, ddt, partial],
             ints: &[slices, cross, w, w - s.heads],
         }
-        .issue(s, cuda)?,
+        .issue(&defines(s), shape(s), cuda)?,
     ]))
 }
 

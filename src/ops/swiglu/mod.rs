@@ -4,6 +4,7 @@
 //! does before its second product, and padding rows past the last expert's are written as zeros.
 
 use super::rng::{normal_of, philox};
+use super::support::sigmoid;
 use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -31,10 +32,6 @@ pub struct SwigluBwd {
     pub routed: bool,
     /// Local experts; not used unless `routed`.
     pub experts: usize,
-}
-
-fn sigmoid<T: Real>(x: T) -> T {
-    T::of(1.0) / (T::of(1.0) + (-x).exp())
 }
 
 /// Rows before the padding: offsets[experts], never more than there are.
