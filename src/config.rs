@@ -122,6 +122,12 @@ pub struct Model {
     /// Vocabulary as padded for the run, before the tensor-parallel split.
     pub vocab_size: usize,
     pub activation: Activation,
+    /// Bounds of a clamped activation's inputs (`QuickGeglu`).
+    #[serde(default)]
+    pub activation_clamp: Option<f64>,
+    /// Added to the linear half of a gated activation (`QuickGeglu`).
+    #[serde(default)]
+    pub glu_linear_offset: f64,
     pub layernorm_epsilon: f64,
     /// Norm weights are stored less one.
     pub zero_centered_norms: bool,
@@ -130,6 +136,12 @@ pub struct Model {
     pub qk_layernorm: bool,
     pub add_qkv_bias: bool,
     pub add_bias_linear: bool,
+    /// Sliding attention windows.
+    #[serde(default)]
+    pub window: Option<Window>,
+    /// One learned logit a head in the denominator of attention's softmax.
+    #[serde(default)]
+    pub attention_sinks: bool,
     pub rotary_base: f64,
     /// Part of each head that is rotated.
     pub rotary_percent: f64,
@@ -152,6 +164,28 @@ pub struct Model {
     pub mtp_repeated: bool,
     /// Weight of their mean loss.
     pub mtp_loss_scaling_factor: f64,
+}
+
+/// Sliding windows of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Keys that a token sees, its own among them.
+    pub keys: usize,
+    /// Every n-th layer has no window; `None`: all have one.
+    pub skip_freq: Option<usize>,
+}
+
+impl Model {
+    /// The window of layer `index` of the whole model (Megatron-Core `is_layer_window_attention`, which counts from 1).
+    pub fn window_of(&self, index: usize) -> Option<usize> {
+        let window = self.window?;
+        let skipped = window.skip_freq.is_some_and(|n| n > 0 && (index + 1).is_multiple_of(n));
+        (!skipped).then_some(window.keys)
+    }
+    /// Whether q, k and v have a bias.
+    pub fn qkv_bias(&self) -> bool {
+        self.add_qkv_bias || self.add_bias_linear
+    }
 }
 
 /// Sizes of multi-latent attention.

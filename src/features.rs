@@ -106,16 +106,35 @@ pub const FEATURES: &[Feature] = &[
         e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
     not_built("hyper-connections", "no option replaces them", |e| e.values.is_set("model.hyper_connections")),
-    not_built("attention sinks", "set model.softmax_type=vanilla to run without them", |e| {
-        e.values.text("model.softmax_type").is_some_and(|t| t != "vanilla")
+    not_built("a fixed sink in attention's softmax", "set model.softmax_type=vanilla or learnable", |e| {
+        e.values.text("model.softmax_type").is_some_and(|t| t != "vanilla" && t != "learnable")
     }),
-    not_built("sliding windows", "set model.window_size=null to run with full attention", |e| {
-        e.values.is_set("model.window_size")
-    }),
+    not_built(
+        "sinks or windows in multi-latent attention",
+        "set model.softmax_type=vanilla model.window_size=null",
+        |e| {
+            let sinks = e.values.text("model.softmax_type") == Some("learnable");
+            e.values.on("model.multi_latent_attention") && (sinks || e.values.is_set("model.window_size"))
+        },
+    ),
+    not_built(
+        "windows that look ahead, or on layers named one by one",
+        "set model.window_size=null to run with full attention",
+        |e| {
+            let size = e.values.get("model.window_size");
+            let ahead = size.get(1).and_then(serde_json::Value::as_i64);
+            let layers = "model.window_attn_skip_freq";
+            e.values.is_set("model.window_size")
+                && (ahead != Some(0) || (e.values.is_set(layers) && e.values.int(layers).is_none()))
+        },
+    ),
     not_built("a vision tower", "no option replaces it", |e| e.values.is_set("model.vision")),
     not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
     not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
-        e.values.text("model.position_embedding_type").is_some_and(|t| t != "rope" && t != "none")
+        let scaling = e.values.get("model.rope_scaling");
+        let yarn = scaling.get("type").and_then(serde_json::Value::as_str) == Some("yarn");
+        let built = |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn);
+        e.values.text("model.position_embedding_type").is_some_and(|t| !built(t))
     }),
     not_built(
         "this pattern of multi-token prediction",
@@ -126,15 +145,27 @@ pub const FEATURES: &[Feature] = &[
                 && pattern.is_some_and(|p| p.is_empty() || crate::recipe::hybrid_kinds(p).is_err())
         },
     ),
-    not_built("an activation other than SwiGLU and squared ReLU", "set model.activation=swiglu", |e| {
-        e.values.text("model.activation").is_some_and(|a| !matches!(a, "swiglu" | "squared_relu"))
-    }),
+    not_built(
+        "an activation other than SwiGLU, squared ReLU and clamped quick GEGLU",
+        "set model.activation=swiglu",
+        |e| {
+            let built = ["swiglu", "squared_relu", "quick_geglu_clamped"];
+            e.values.text("model.activation").is_some_and(|a| !built.contains(&a))
+        },
+    ),
     not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {
         e.values.text("model.normalization").is_some_and(|n| n != "RMSNorm")
     }),
-    not_built("biases in linear layers", "set model.add_bias_linear=false", |e| {
-        e.values.on("model.add_bias_linear")
-    }),
+    not_built(
+        "biases outside plain attention, MLP and experts",
+        "set model.add_bias_linear=false model.add_qkv_bias=false",
+        |e| {
+            let v = &e.values;
+            let other = e.layers.contains(&LayerKind::Mamba) || e.delta_net() || e.shared_expert();
+            (v.on("model.add_bias_linear") || v.on("model.add_qkv_bias"))
+                && (other || v.on("model.multi_latent_attention") || v.is_set("model.moe_latent_size"))
+        },
+    ),
     not_built("this router score function", "set model.moe_router_score_function=softmax", |e| {
         e.moe()
             && !matches!(e.values.text("model.moe_router_score_function"), None | Some("softmax" | "sigmoid"))

@@ -4,7 +4,9 @@
 //! shape, dtype and access, and the builder, both devices and `selftest` all go by that list.
 
 pub mod attention;
+pub mod bias;
 pub mod chunked;
+pub mod clamped_glu;
 pub mod collective;
 pub mod columns;
 pub mod cpu_args;

@@ -4,7 +4,7 @@ use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
     Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model,
-    Moe, Optimizer, Recompute, RunConfig, ScoreFunction,
+    Moe, Optimizer, Recompute, RunConfig, ScoreFunction, Window,
 };
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::scaling::{Llama3, Yarn};
@@ -166,12 +166,16 @@ fn model(e: &Effective) -> Model {
             Some("gelu") => Activation::Gelu,
             _ => Activation::Swiglu,
         },
+        activation_clamp: v.float("model.activation_func_clamp_value"),
+        glu_linear_offset: v.float("model.glu_linear_offset").unwrap_or(0.0),
         layernorm_epsilon: v.float("model.layernorm_epsilon").unwrap_or(1e-5),
         zero_centered_norms: v.on("model.layernorm_zero_centered_gamma"),
         attention_output_gate: v.on("model.attention_output_gate"),
         qk_layernorm: v.on("model.qk_layernorm"),
         add_qkv_bias: v.on("model.add_qkv_bias"),
         add_bias_linear: v.on("model.add_bias_linear"),
+        window: window(v),
+        attention_sinks: v.text("model.softmax_type") == Some("learnable"),
         rotary_base: v.float("model.rotary_base").unwrap_or(10000.0),
         // Hybrids have no position embedding: attention then rotates nothing.
         rotary_percent: match v.text("model.position_embedding_type") {
@@ -198,6 +202,13 @@ fn model(e: &Effective) -> Model {
         // Megatron-Core's default.
         mtp_loss_scaling_factor: v.float("model.mtp_loss_scaling_factor").unwrap_or(0.1),
     }
+}
+
+/// `[left, right]`: so many tokens before and after a token's own; -1 is no bound. Other forms are refused by `features`.
+fn window(v: &Values) -> Option<Window> {
+    let left = v.get("model.window_size").get(0).and_then(serde_json::Value::as_i64)?;
+    let skip = v.int("model.window_attn_skip_freq").and_then(|n| usize::try_from(n).ok());
+    usize::try_from(left).ok().map(|left| Window { keys: left + 1, skip_freq: skip })
 }
 
 fn mla(e: &Effective) -> Mla {

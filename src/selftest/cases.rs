@@ -4,6 +4,8 @@ use crate::config::ScoreFunction;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
+use crate::ops::bias::{BiasAdd, BiasGrad, BiasProbGrad};
+use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape};
 use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::columns::{JoinColumns, SplitColumns};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
@@ -41,6 +43,8 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     gemm(&mut add);
     norm_and_rope(&mut add);
     attention(&mut add);
+    windows_and_sinks(&mut add);
+    biases(&mut add);
     elementwise(&mut add);
     ends(&mut add);
     moe(&mut add);
@@ -215,6 +219,7 @@ fn attention(add: &mut Add) {
                     head_dim_v: Some(head_dim_v),
                     scale: Some(0.1),
                     dropout: (p > 0.0).then_some(Dropout { p, rng: RNG }),
+                    ..AttnShape::default()
                 };
                 add(Arc::new(AttnFwd { shape: shape.clone() }));
                 add(Arc::new(AttnBwd { shape }));
@@ -238,6 +243,66 @@ fn attention(add: &mut Add) {
                 };
                 add(Arc::new(AttnFwd { shape: shape.clone() }));
                 add(Arc::new(AttnBwd { shape }));
+            }
+        }
+    }
+}
+
+/// Windows narrower and wider than a tile, chunks of a context-parallel rank, one key, the whole sequence; sinks with and
+/// without them.
+fn windows_and_sinks(add: &mut Add) {
+    let whole = |batch, seq| (Positions::whole(batch, seq), seq);
+    let chunks = (Positions { batch: 1, seq: 192, chunks: [(96, 96), (288, 96)] }, 384);
+    for ((positions, kv_len), window) in [
+        (whole(1, 1), None),
+        (whole(2, 77), Some(1)),
+        (whole(2, 77), Some(24)),
+        (whole(1, 257), Some(128)),
+        (whole(1, 513), Some(128)),
+        (chunks, Some(100)),
+        (chunks, None),
+        (whole(1, 129), Some(129)),
+    ] {
+        for (q_heads, kv_heads, head_dim, p, sinks) in
+            [(8, 1, 64, 0.0, true), (4, 2, 128, 0.0, false), (4, 2, 64, 0.1, true), (2, 2, 256, 0.0, true)]
+        {
+            let dropout = (p > 0.0).then_some(Dropout { p, rng: RNG });
+            let shape = AttnShape {
+                positions,
+                kv_len,
+                q_heads,
+                kv_heads,
+                head_dim,
+                window,
+                sinks,
+                dropout,
+                ..AttnShape::default()
+            };
+            add(Arc::new(AttnFwd { shape: shape.clone() }));
+            add(Arc::new(AttnBwd { shape }));
+        }
+    }
+}
+
+fn biases(add: &mut Add) {
+    for (rows, cols) in [(1, 8), (77, 264), (515, 2880), (300, 5760)] {
+        for (experts, weighted) in [(0, false), (1, true), (5, false), (32, true)] {
+            for dtype in [DType::Bf16, DType::F32] {
+                add(Arc::new(BiasAdd { rows, cols, experts, weighted, dtype }));
+                let accumulate = dtype == DType::Bf16 || experts == 5;
+                add(Arc::new(BiasGrad { rows, cols, experts, weighted, out: dtype, accumulate }));
+            }
+            if weighted {
+                add(Arc::new(BiasProbGrad { rows, cols, experts }));
+            }
+        }
+    }
+    for (rows, ffn) in [(1, 8), (77, 264), (130, 2880)] {
+        for experts in [0, 5, 32] {
+            for (bias, limit) in [(true, Some(7.0)), (true, Some(0.5)), (false, None)] {
+                let shape = GluShape { rows, ffn, experts, bias, limit, shift: 1.0 };
+                add(Arc::new(ClampedGluFwd { shape: shape.clone() }));
+                add(Arc::new(ClampedGluBwd { shape }));
             }
         }
     }

@@ -2,7 +2,7 @@
 //! projection, residual.
 
 use super::share::RankShare;
-use super::weights::Spec;
+use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
 use crate::config::RunConfig;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
@@ -44,14 +44,24 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<S
     let (m, d) = (&cfg.model, dims(cfg, share));
     let (q_all, kv_all) = (m.num_attention_heads * d.head, m.num_query_groups * d.head);
     let name = |what: &str| format!("layer{index}.attn.{what}.weight");
+    let mut qkv_rows = vec![(0, d.q), (q_all, d.kv), (q_all + kv_all, d.kv)];
+    qkv_rows.extend(m.attention_output_gate.then_some((q_all + 2 * kv_all, d.q)));
     let mut out = vec![
         Spec::ones(name("norm"), m.hidden_size),
-        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(
-            &[(0, d.q), (q_all, d.kv), (q_all + kv_all, d.kv), (q_all + 2 * kv_all, d.q)]
-                [..if m.attention_output_gate { 4 } else { 3 }],
-        ),
+        Spec::normal(name("qkv"), d.qkv, m.hidden_size, m.init_method_std).row_blocks(&qkv_rows),
         Spec::normal(name("proj"), m.hidden_size, d.q, output_std(cfg)).col_block(0, q_all),
     ];
+    let bias =
+        |what: &str, len: usize| Spec::bias(format!("layer{index}.attn.{what}.bias"), len, m.init_method_std);
+    if m.qkv_bias() {
+        out.push(bias("qkv", d.qkv).row_blocks(&qkv_rows));
+    }
+    if m.add_bias_linear {
+        out.push(bias("proj", m.hidden_size));
+    }
+    if m.attention_sinks {
+        out.push(Spec::bias(format!("layer{index}.attn.sinks"), share.heads, m.init_method_std));
+    }
     if m.qk_layernorm {
         out.push(Spec::ones(name("q_norm"), d.head));
         out.push(Spec::ones(name("k_norm"), d.head));
@@ -102,6 +112,8 @@ impl Stack<'_> {
             q_heads: self.share.heads,
             kv_heads: self.share.kv_heads,
             head_dim: self.cfg.model.kv_channels,
+            window: m.window_of(index),
+            sinks: m.attention_sinks,
             dropout,
             ..AttnShape::default()
         };
@@ -109,6 +121,11 @@ impl Stack<'_> {
             Some(mla) => super::mla::core(self.cfg, mla, shape),
             None => shape,
         }
+    }
+
+    /// The sinks of layer `l`, if the model has them.
+    fn sinks(&self, l: usize) -> Option<Weight> {
+        self.weights.find(&format!("layer{}.attn.sinks", self.share.layers[l].index))
     }
 
     /// Log-sum-exp of every row of scores.
@@ -131,6 +148,7 @@ impl Stack<'_> {
         let y = self.gather_tokens(l, "attn.norm", y, h);
         let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
         self.forward_product(qkv, y, qkv_w.value, t, d.qkv, h, None);
+        self.add_bias(qkv, self.bias(l, "attn.qkv"), t, d.qkv);
         let [q, k, v] = [("q", d.q), ("k", d.kv), ("v", d.kv)]
             .map(|(n, width)| self.act(l, &format!("attn.{n}"), &[t, width]));
         let mut args = vec![qkv];
@@ -153,6 +171,7 @@ impl Stack<'_> {
         let o = self.act(l, "attn.o", &[t, d.q]);
         let lse = self.attn_lse(l);
         let mut args = vec![q, k, v];
+        args.extend(self.sinks(l).map(|s| s.value));
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([o, lse]);
         self.b.launch(AttnFwd { shape }, &args);
@@ -211,9 +230,17 @@ impl Stack<'_> {
         let [dk, dv] = ["dk", "dv"].map(|n| self.act(l, &gathered(n), &[kv_rows, d.kv]));
         let shape = self.attn_shape(l);
         let mut args = vec![q, k, v, o, lse, d_o];
+        let sinks = self.sinks(l);
+        args.extend(sinks.map(|s| s.value));
         args.extend(shape.dropout.map(|_| self.words));
         args.extend([dq, dk, dv]);
+        let (batch, heads) = (shape.batch(), shape.q_heads);
+        let dsinks = sinks.map(|_| self.act_as(l, "attn.dsinks", DType::F32, &[batch, heads]));
+        args.extend(dsinks);
         self.b.launch(AttnBwd { shape }, &args);
+        if let (Some(sinks), Some(dsinks)) = (sinks, dsinks) {
+            self.column_sum(batch, heads, 0, heads, dsinks, sinks.grad);
+        }
         let (dk, dv) = (self.reduce_context(l, "dk", dk, d.kv), self.reduce_context(l, "dv", dv, d.kv));
 
         let dqkv = self.act(l, "attn.dqkv", &[t, d.qkv]);
@@ -242,6 +269,7 @@ impl Stack<'_> {
         let y = self.act(l, "attn.norm.out", &[self.split_tokens, h]);
         let y = self.gather_tokens(l, "attn.norm", y, h);
         self.weight_gradient(qkv_w.grad, dqkv, y, t, d.qkv, h);
+        self.bias_gradient(dqkv, self.bias(l, "attn.qkv"), t, d.qkv);
         let dy = self.act(l, "attn.dy", &[t, h]);
         self.data_gradient(dy, dqkv, qkv_w.value, t, d.qkv, h, None);
         let dy = self.reduce_tokens(l, "attn.dy", dy, h);

@@ -169,8 +169,43 @@ fn every_weight_has_the_gradient_of_the_loss() {
         ("dropped", dropped()),
         ("hybrid", hybrid()),
         ("delta_net", delta_net()),
+        ("gpt_oss", gpt_oss()),
     ] {
         assert!(check(what, cfg) >= 13, "{what}");
+    }
+}
+
+/// Biases under every dispatcher, of a dense MLP, with the other activations, where the rows are padded, and beside norms of
+/// q and k; a bound that bites.
+#[test]
+fn biases_everywhere() {
+    let biased = |mut cfg: RunConfig| {
+        (cfg.model.add_bias_linear, cfg.model.add_qkv_bias) = (true, true);
+        cfg
+    };
+    let mut flex = gpt_oss();
+    if let Some(moe) = &mut flex.model.moe {
+        moe.dispatcher = Dispatcher::Flex;
+    }
+    let mut padded_glu = gpt_oss();
+    padded_glu.model.activation_clamp = Some(0.05);
+    if let Some(moe) = &mut padded_glu.model.moe {
+        (moe.capacity_factor, moe.pad_to_capacity) = (Some(1.0), true);
+    }
+    let mut dense_glu = gpt_oss();
+    dense_glu.model.layers = vec![crate::config::LayerKind::Dense; 2];
+    dense_glu.model.hidden_dropout = 0.1;
+    let mut qkv = dense();
+    qkv.model.add_qkv_bias = true;
+    for (what, cfg) in [
+        ("dense with biases", biased(dense())),
+        ("experts with biases", biased(moe(Dispatcher::Alltoall))),
+        ("clamped unit, flex", flex),
+        ("clamped unit, padded", padded_glu),
+        ("clamped unit, dense", dense_glu),
+        ("bias of qkv alone", qkv),
+    ] {
+        check(what, cfg);
     }
 }
 

@@ -4,6 +4,7 @@
 use super::Stack;
 use super::weights::Weight;
 use crate::device::cuda::matmul::Layout;
+use crate::ops::bias::{BiasAdd, BiasGrad};
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
@@ -140,6 +141,34 @@ impl Stack<'_> {
         self.b.launch(op, &[dy, x, grad]);
     }
 
+    /// The bias of a linear layer of layer `l`, if the model has it.
+    pub(super) fn bias(&self, l: usize, what: &str) -> Option<Weight> {
+        self.weights.find(&format!("layer{}.{what}.bias", self.share.layers[l].index))
+    }
+
+    /// `x[rows, cols] += bias`, where there is one.
+    pub(super) fn add_bias(&mut self, x: BufId, bias: Option<Weight>, rows: usize, cols: usize) {
+        let dtype = self.b.program.buffer(x).dtype;
+        if let Some(bias) = bias {
+            self.b.launch(BiasAdd { rows, cols, experts: 0, weighted: false, dtype }, &[x, bias.value]);
+        }
+    }
+
+    /// Column sums of `dy[rows, cols]` into the bias' main gradient.
+    pub(super) fn bias_gradient(&mut self, dy: BufId, bias: Option<Weight>, rows: usize, cols: usize) {
+        let accumulate = self.accumulate == Accumulate::InPlace;
+        let out = self.grad_dtype();
+        if let Some(bias) = bias {
+            let op = BiasGrad { rows, cols, experts: 0, weighted: false, out, accumulate };
+            self.b.launch(op, &[dy, bias.grad]);
+        }
+    }
+
+    /// The bias of the product that ends the part `name`.
+    fn closing_bias(&self, l: usize, name: &str) -> Option<Weight> {
+        self.bias(l, &format!("{name}.{}", if name == "attn" { "proj" } else { "fc2" }))
+    }
+
     /// True where sequence parallelism splits rows over tensor ranks.
     pub(super) fn split(&self) -> bool {
         self.split_tokens != self.tokens
@@ -205,7 +234,7 @@ impl Stack<'_> {
         }
     }
 
-    /// The product that ends a part, with the residual: `residual + dropout(reduce(x w^T))`.
+    /// The product that ends a part, with bias and residual: `residual + dropout(reduce(x w^T) + bias)`.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn closing_product(
         &mut self,
@@ -218,13 +247,16 @@ impl Stack<'_> {
         residual: BufId,
     ) -> BufId {
         let out = self.act(l, &format!("{name}.residual_out"), &[self.split_tokens, n]);
+        let bias = self.closing_bias(l, name);
         if self.residual_rides() {
             self.forward_product(out, x, w, self.tokens, n, k, Some(residual));
+            self.add_bias(out, bias, self.tokens, n);
             return out;
         }
         let partial = self.act(l, &format!("{name}.product"), &[self.tokens, n]);
         self.forward_product(partial, x, w, self.tokens, n, k, None);
         let sum = self.reduce_tokens(l, name, partial, n);
+        self.add_bias(sum, bias, self.split_tokens, n);
         self.add_residual(l, name, sum, residual, out);
         out
     }
@@ -236,10 +268,11 @@ impl Stack<'_> {
         self.b.launch(DropoutAddFwd { len, dropout }, &[x, residual, self.words, out]);
     }
 
-    /// Gradient at the output of a part's last product, on all rows: `[tokens, hidden]`.
+    /// Gradient at the output of a part's last product, on all rows, `[tokens, hidden]`; and that of its bias.
     pub(super) fn closing_gradient(&mut self, l: usize, name: &str, dout: BufId) -> BufId {
-        let dropped = self.dropout_gradient(l, name, dout);
-        self.gather_tokens(l, &format!("{name}.dout"), dropped, self.cfg.model.hidden_size)
+        let (dropped, hidden) = (self.dropout_gradient(l, name, dout), self.cfg.model.hidden_size);
+        self.bias_gradient(dropped, self.closing_bias(l, name), self.split_tokens, hidden);
+        self.gather_tokens(l, &format!("{name}.dout"), dropped, hidden)
     }
 
     /// Through the hidden dropout, if there is one.

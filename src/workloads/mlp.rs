@@ -1,12 +1,13 @@
-//! Dense MLP: norm, gate and up in one product, SwiGLU, down product with the residual; or, without a gate, up, squared
-//! ReLU and down.
+//! Dense MLP: norm, gate and up in one product, SwiGLU or the clamped unit, down product with the residual; or, without a
+//! gate, up, squared ReLU and down. Biases where the model has them.
 
 use super::attention::output_std;
 use super::share::RankShare;
-use super::weights::Spec;
+use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
 use crate::config::Activation;
 use crate::config::RunConfig;
+use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape};
 use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::{BufId, DType, Part, Pass};
@@ -28,11 +29,27 @@ pub(super) fn fc1_rows(cfg: &RunConfig) -> usize {
 pub(super) fn gated(cfg: &RunConfig, prefix: &str, f: usize, whole: usize) -> Vec<Spec> {
     let m = &cfg.model;
     let rows = fc1_rows(cfg);
-    vec![
+    let blocks = &[(0, f), (whole, f)][..rows];
+    let mut out = vec![
         Spec::normal(format!("{prefix}.fc1.weight"), rows * f, m.hidden_size, m.init_method_std)
-            .row_blocks(&[(0, f), (whole, f)][..rows]),
+            .row_blocks(blocks),
         Spec::normal(format!("{prefix}.fc2.weight"), m.hidden_size, f, output_std(cfg)).col_block(0, whole),
-    ]
+    ];
+    if m.add_bias_linear {
+        let std = m.init_method_std;
+        out.push(Spec::bias(format!("{prefix}.fc1.bias"), rows * f, std).row_blocks(blocks));
+        out.push(Spec::bias(format!("{prefix}.fc2.bias"), m.hidden_size, std));
+    }
+    out
+}
+
+/// The arguments with the bias after the first.
+fn with_bias(args: &[BufId], bias: Option<BufId>) -> Vec<BufId> {
+    let mut all = args.to_vec();
+    if let Some(bias) = bias {
+        all.insert(1, bias);
+    }
+    all
 }
 
 impl Stack<'_> {
@@ -67,10 +84,33 @@ impl Stack<'_> {
         Ok(self.norm_backward(l, "mlp.norm", x, rstd, norm_w, dy, Some(dout)))
     }
 
-    /// The activation of `rows` rows of `f` columns: `inputs` are those of [`SwigluFwd`], routed or not.
-    pub(super) fn activation(&mut self, rows: usize, f: usize, experts: Option<usize>, args: &[BufId]) {
+    /// The clamped unit adds the bias of the product before it itself: to the activation goes what this returns, and to
+    /// a launch of its own the other.
+    pub(super) fn fc1_bias(&self, bias: Option<Weight>) -> (Option<BufId>, Option<BufId>) {
+        let bias = bias.map(|b| b.value);
+        if self.cfg.model.activation == Activation::QuickGeglu { (bias, None) } else { (None, bias) }
+    }
+
+    fn clamped_glu(&self, rows: usize, ffn: usize, experts: usize, bias: bool) -> GluShape {
+        let m = &self.cfg.model;
+        GluShape { rows, ffn, experts, bias, limit: m.activation_clamp, shift: m.glu_linear_offset }
+    }
+
+    /// The activation of `rows` rows of `f` columns: `args` are those of [`SwigluFwd`], routed or not; `bias` is one that
+    /// [`Self::fc1_bias`] gave.
+    pub(super) fn activation(
+        &mut self,
+        rows: usize,
+        f: usize,
+        experts: Option<usize>,
+        bias: Option<BufId>,
+        args: &[BufId],
+    ) {
         let (routed, experts) = (experts.is_some(), experts.unwrap_or(0));
-        if self.cfg.model.activation == Activation::SquaredRelu {
+        if self.cfg.model.activation == Activation::QuickGeglu {
+            let shape = self.clamped_glu(rows, f, experts, bias.is_some());
+            self.b.launch(ClampedGluFwd { shape }, &with_bias(args, bias));
+        } else if self.cfg.model.activation == Activation::SquaredRelu {
             self.b.launch(SquaredReluFwd { rows, ffn: f, routed, experts }, args);
         } else {
             self.b.launch(SwigluFwd { rows, ffn: f, routed, experts }, args);
@@ -82,10 +122,14 @@ impl Stack<'_> {
         rows: usize,
         f: usize,
         experts: Option<usize>,
+        bias: Option<BufId>,
         args: &[BufId],
     ) {
         let (routed, experts) = (experts.is_some(), experts.unwrap_or(0));
-        if self.cfg.model.activation == Activation::SquaredRelu {
+        if self.cfg.model.activation == Activation::QuickGeglu {
+            let shape = self.clamped_glu(rows, f, experts, bias.is_some());
+            self.b.launch(ClampedGluBwd { shape }, &with_bias(args, bias));
+        } else if self.cfg.model.activation == Activation::SquaredRelu {
             self.b.launch(SquaredReluBwd { rows, ffn: f, routed, experts }, args);
         } else {
             self.b.launch(SwigluBwd { rows, ffn: f, routed, experts }, args);
@@ -106,7 +150,10 @@ impl Stack<'_> {
         let gate_up = self.act(l, &format!("{prefix}.gate_up"), &[t, wide]);
         self.forward_product(gate_up, y, fc1.value, t, wide, h, None);
         let act = self.act(l, &format!("{prefix}.act"), &[t, f]);
-        self.activation(t, f, None, &[gate_up, act]);
+        let bias = self.bias(l, &format!("{prefix}.fc1"));
+        let (fused, apart) = self.fc1_bias(bias);
+        self.add_bias(gate_up, bias.filter(|_| apart.is_some()), t, wide);
+        self.activation(t, f, None, fused, &[gate_up, act]);
         Ok(act)
     }
 
@@ -131,8 +178,10 @@ impl Stack<'_> {
         self.data_gradient(dact, dout, fc2.value, t, h, f, None);
         self.weight_gradient(fc2.grad, dout, act, t, h, f);
         let dgate_up = self.act(l, &format!("{prefix}.dgate_up"), &[t, wide]);
-        self.activation_backward(t, f, None, &[gate_up, dact, dgate_up]);
+        let bias = self.bias(l, &format!("{prefix}.fc1"));
+        self.activation_backward(t, f, None, self.fc1_bias(bias).0, &[gate_up, dact, dgate_up]);
         self.weight_gradient(fc1.grad, dgate_up, y, t, wide, h);
+        self.bias_gradient(dgate_up, bias, t, wide);
         let dy = self.act(l, &format!("{prefix}.dy"), &[t, h]);
         self.data_gradient(dy, dgate_up, fc1.value, t, wide, h, add);
         Ok(dy)

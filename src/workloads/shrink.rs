@@ -25,6 +25,8 @@ const MAMBA_WIDTH: usize = 32;
 const DELTA_KEY_HEADS: usize = 2;
 const DELTA_GROUP: usize = 2;
 const DELTA_WIDTH: usize = 32;
+/// Keys of a sliding window: some tiles of a sequence lie outside.
+const WINDOW: usize = 24;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
 /// Most pipeline stages: a first, a last and stages between; and most model chunks of one.
@@ -74,7 +76,12 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
                 kinds.push(*kind);
             }
         }
-        m.layers = kinds.repeat(chunks);
+        // Of each kind one with and one without a window, where both are.
+        let turns = if m.window.is_some_and(|w| w.skip_freq.is_some()) { 2 } else { 1 };
+        m.layers = kinds.repeat(turns * chunks);
+        if let Some(skip) = m.window.as_mut().and_then(|w| w.skip_freq.as_mut()) {
+            *skip = (*skip).min(turns * kinds.len());
+        }
     }
     if !given.hidden {
         m.hidden_size = m.hidden_size.min(HIDDEN);
@@ -123,6 +130,9 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     let b = &mut cfg.batch;
     if !given.sequence {
         b.seq_length = b.seq_length.min(SEQUENCE);
+        if let Some(window) = &mut m.window {
+            window.keys = window.keys.min(WINDOW);
+        }
     }
     b.micro_batch_size = b.micro_batch_size.min(2);
     // The small job is whole: its GPUs and its batch fit the groups and the micro-batches that are run.

@@ -29,12 +29,16 @@ pub fn dense() -> RunConfig {
             kv_channels: 16,
             vocab_size: 256,
             activation: Activation::Swiglu,
+            activation_clamp: None,
+            glu_linear_offset: 0.0,
             layernorm_epsilon: 1e-5,
             zero_centered_norms: false,
             attention_output_gate: false,
             qk_layernorm: false,
             add_qkv_bias: false,
             add_bias_linear: false,
+            window: None,
+            attention_sinks: false,
             rotary_base: 1e4,
             rotary_percent: 1.0,
             rope_scaling: None,
@@ -177,6 +181,28 @@ pub fn delta_net() -> RunConfig {
     cfg.model.zero_centered_norms = true;
     cfg.model.attention_output_gate = true;
     cfg.model.delta_net = Some(DeltaNet { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 32 });
+    cfg
+}
+
+/// A small gpt-oss: a layer with a window of 5 keys and one without, learned sinks, biases, the clamped unit, YaRN.
+pub fn gpt_oss() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Alltoall);
+    let m = &mut cfg.model;
+    m.qk_layernorm = false;
+    (m.add_bias_linear, m.add_qkv_bias) = (true, true);
+    m.activation = Activation::QuickGeglu;
+    (m.activation_clamp, m.glu_linear_offset) = (Some(7.0), 1.0);
+    m.window = Some(Window { keys: 5, skip_freq: Some(2) });
+    m.attention_sinks = true;
+    m.rope_scaling = Some(RopeScaling::Yarn(Yarn {
+        factor: 32.0,
+        original_max_position: 4096.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        mscale: 1.0,
+        mscale_all_dim: 0.0,
+        rounded: false,
+    }));
     cfg
 }
 

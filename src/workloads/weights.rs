@@ -54,6 +54,11 @@ impl Spec {
             scale: false,
         }
     }
+    /// A bias of `len` values. Upstream's begin at zero; these are random like weights, so that one that a product left out
+    /// would show.
+    pub fn bias(name: String, len: usize, std: f64) -> Self {
+        Self::normal(name, len, 1, std)
+    }
     /// Local row blocks (first global row, rows).
     pub fn row_blocks(mut self, blocks: &[(usize, usize)]) -> Self {
         self.shard.row_blocks = blocks.to_vec();
@@ -165,6 +170,11 @@ impl Weights {
             out.flats.push(Flat { values, grads, len, ranks });
         }
         Ok(out)
+    }
+
+    /// The weight of that name, if the model has it.
+    pub fn find(&self, name: &str) -> Option<Weight> {
+        self.by_name.get(name).copied()
     }
 
     pub fn get(&self, name: &str) -> Result<Weight, WorkloadError> {

@@ -51,6 +51,12 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);
     const int tiles = (seen + DQ_KV - 1) / DQ_KV;
     const int all_see = min(rows.lowest(row0, last_row) + 1, kv_len);
+#if WINDOW
+    const int first = rows.first_seen(row0, last_row) / DQ_KV;           // tile
+    const int below = rows.highest(row0, last_row) - (WINDOW - 1);       // keys before this one are not seen by every row
+#else
+    constexpr int first = 0;
+#endif
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int warp_row = warp * DQ_M * 16;
@@ -66,8 +72,9 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
 
     load_rows<HEAD_DIM, DQ_ROWS, DQ_THREADS, false>(q_tile, q + own.first * HEAD_DIM, row0, q_len, q_stride);
     load_rows<HEAD_DIM_V, DQ_ROWS, DQ_THREADS, false>(do_tile, d_o + own.first * HEAD_DIM_V, row0, q_len, o_stride);
-    load_rows<HEAD_DIM, DQ_KV, DQ_THREADS, false>(kv_tiles, k, 0, kv_len, k_stride);
-    load_rows<HEAD_DIM_V, DQ_KV, DQ_THREADS, false>(kv_tiles + K_TILE, v, 0, kv_len, v_stride);
+    u8* const first_stage = kv_tiles + (first & 1) * STAGE;
+    load_rows<HEAD_DIM, DQ_KV, DQ_THREADS, false>(first_stage, k, first * DQ_KV, kv_len, k_stride);
+    load_rows<HEAD_DIM_V, DQ_KV, DQ_THREADS, false>(first_stage + K_TILE, v, first * DQ_KV, kv_len, v_stride);
     cp_async_commit();
 
     float acc[DQ_M][HEAD_DIM / 8][4];
@@ -88,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
         }
     }
 
-    for (int t = 0; t < tiles; ++t) {
+    for (int t = first; t < tiles; ++t) {
         const u32 stage = (t & 1) * STAGE;
         cp_async_wait<0>();
         __syncthreads();                          // tile t is there, and every warp has left tile t - 1
@@ -104,7 +111,12 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
         scores<HEAD_DIM_V, DQ_M, DQ_KV>(dp, do_addr, kv_addr + stage + K_TILE + lane_cols<HEAD_DIM_V>(lane));
 
         const int col0 = t * DQ_KV + (lane & 3) * 2;
-        if ((t + 1) * DQ_KV > all_see) {
+#if WINDOW
+        const bool masked = (t + 1) * DQ_KV > all_see || t * DQ_KV < below;
+#else
+        const bool masked = (t + 1) * DQ_KV > all_see;
+#endif
+        if (masked) {
             #pragma unroll
             for (int m = 0; m < DQ_M; ++m) {
                 const int limit0 = min(rows.position(my_row + m * 16), kv_len - 1) - col0;
@@ -114,6 +126,15 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
                     #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         if (n * 8 + (e & 1) > (e < 2 ? limit0 : limit8)) p[m][n][e] = minus_infinity();
+#if WINDOW
+                const int least0 = rows.position(my_row + m * 16) - (WINDOW - 1) - col0;
+                const int least8 = rows.position(my_row + m * 16 + 8) - (WINDOW - 1) - col0;
+                #pragma unroll
+                for (int n = 0; n < DQ_KV / 8; ++n)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (n * 8 + (e & 1) < (e < 2 ? least0 : least8)) p[m][n][e] = minus_infinity();
+#endif
             }
         }
         #pragma unroll
@@ -193,7 +214,13 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
 
     // First q tile from t on with a row that sees a key of this block.
     const auto seeing = [&](int t) {
+#if WINDOW
+        while (t < q_tiles_of_head
+               && (rows.highest(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) < j0
+                   || rows.first_seen(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) > j0 + DKV_ROWS - 1)) ++t;
+#else
         while (t < q_tiles_of_head && rows.highest(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) < j0) ++t;
+#endif
         return t;
     };
     const auto load_stage = [&](int stage, int head, int t) {
@@ -245,7 +272,13 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
         float p[1][DKV_Q / 8][4], dp[1][DKV_Q / 8][4];                   // [key, query]
         scores<HEAD_DIM, 1, DKV_Q>(p, k_addr, q_now + lane_cols<HEAD_DIM>(lane));
         const int i0 = t * DKV_Q + (lane & 3) * 2;
-        if (rows.lowest(t * DKV_Q, min((t + 1) * DKV_Q, q_len) - 1) < j0 + DKV_ROWS - 1) {
+        const int last_q = min((t + 1) * DKV_Q, q_len) - 1;
+#if WINDOW
+        const bool masked = rows.lowest(t * DKV_Q, last_q) < j0 + DKV_ROWS - 1 || rows.highest(t * DKV_Q, last_q) - (WINDOW - 1) > j0;
+#else
+        const bool masked = rows.lowest(t * DKV_Q, last_q) < j0 + DKV_ROWS - 1;
+#endif
+        if (masked) {
             #pragma unroll
             for (int n = 0; n < DKV_Q / 8; ++n)
                 #pragma unroll
@@ -253,6 +286,10 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
                     const int position = rows.position(i0 + n * 8 + odd);
                     if (my_key > position) p[0][n][odd] = minus_infinity();
                     if (my_key + 8 > position) p[0][n][2 + odd] = minus_infinity();
+#if WINDOW
+                    if (my_key < position - (WINDOW - 1)) p[0][n][odd] = minus_infinity();
+                    if (my_key + 8 < position - (WINDOW - 1)) p[0][n][2 + odd] = minus_infinity();
+#endif
                 }
         }
         #pragma unroll
@@ -330,3 +367,18 @@ extern "C" __global__ void __launch_bounds__(256) attention_dkv_sum(
     }
     store8((blockIdx.y ? dv : dk) + at, sum);
 }
+
+#if SINKS
+// dsinks[b, h] = -sum over the rows of exp(sink - lse) * delta: a sink has no value, so nothing but delta goes back to it.
+// One block a sequence and head.
+extern "C" __global__ void __launch_bounds__(256) attention_dsinks(
+    const float* lse, const float* delta, const bf16* sinks, float* dsinks, int q_len, int q_heads) {
+    __shared__ float scratch[32];
+    const i64 at = (i64)blockIdx.x * q_len;
+    const float sink = to_f32(sinks[blockIdx.x % q_heads]);
+    float sum = 0.f;
+    for (int i = threadIdx.x; i < q_len; i += 256) sum = fmaf(-exp2_fast((sink - lse[at + i]) * LOG2E), delta[at + i], sum);
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) dsinks[blockIdx.x] = sum;
+}
+#endif

@@ -1,13 +1,18 @@
 // Attention forward (FlashAttention-2, Dao 2023): a block owns FWD_ROWS query rows of one head and walks the
 // key tiles upward, with an online softmax (Milakov and Gimelshein 2018). Each warp owns FWD_M * 16 rows, so
-// probabilities pass from the first product to the second in registers.
+// probabilities pass from the first product to the second in registers. With WINDOW (keys that a row sees at most, 0: all)
+// tiles that no row sees are never loaded. With SINKS every head has one more logit in its denominator, which comes last.
 constexpr int FWD_THREADS = FWD_WARPS * 32;
 constexpr int FWD_ROWS = FWD_WARPS * FWD_M * 16;
 
 // Grid: q tiles * batch * q_heads, the heaviest (last) q tile first. Shared: q tile, then two stages of k
 // and v tiles.
 extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) attention_fwd(
-    const bf16* q, const bf16* k, const bf16* v, const unsigned* words, bf16* o, float* lse,
+    const bf16* q, const bf16* k, const bf16* v,
+#if SINKS
+    const bf16* sinks,
+#endif
+    const unsigned* words, bf16* o, float* lse,
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale) {
     extern __shared__ __align__(16) u8 shared[];
@@ -25,6 +30,12 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);      // keys that some row sees
     const int tiles = (seen + FWD_KV - 1) / FWD_KV;
     const int all_see = min(rows.lowest(row0, last_row) + 1, kv_len);    // keys that every row sees
+#if WINDOW
+    const int first = rows.first_seen(row0, last_row) / FWD_KV;          // tile
+    const int below = rows.highest(row0, last_row) - (WINDOW - 1);       // keys before this one are not seen by every row
+#else
+    constexpr int first = 0;
+#endif
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int warp_row = warp * FWD_M * 16;                              // within the block
@@ -38,8 +49,9 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
 #endif
 
     load_rows<HEAD_DIM, FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.first * HEAD_DIM, row0, q_len, q_heads * HEAD_DIM);
-    load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(kv_tiles, k, 0, kv_len, k_stride);
-    load_rows<HEAD_DIM_V, FWD_KV, FWD_THREADS, false>(kv_tiles + K_TILE, v, 0, kv_len, v_stride);
+    u8* const first_stage = kv_tiles + (first & 1) * STAGE;
+    load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(first_stage, k, first * FWD_KV, kv_len, k_stride);
+    load_rows<HEAD_DIM_V, FWD_KV, FWD_THREADS, false>(first_stage + K_TILE, v, first * FWD_KV, kv_len, v_stride);
     cp_async_commit();
 
     float acc[FWD_M][HEAD_DIM_V / 8][4];
@@ -54,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
         row_sum[m][0] = row_sum[m][1] = 0.f;
     }
 
-    for (int t = 0; t < tiles; ++t) {
+    for (int t = first; t < tiles; ++t) {
         const u32 stage = (t & 1) * STAGE;
         cp_async_wait<0>();
         __syncthreads();                          // tile t is there, and every warp has left tile t - 1
@@ -69,10 +81,15 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
         scores<HEAD_DIM, FWD_M, FWD_KV>(s, q_addr, kv_addr + stage + lane_cols<HEAD_DIM>(lane));
 
         const int col0 = t * FWD_KV + (lane & 3) * 2;
-        if ((t + 1) * FWD_KV > all_see) {
+#if WINDOW
+        const bool masked = (t + 1) * FWD_KV > all_see || t * FWD_KV < below;
+#else
+        const bool masked = (t + 1) * FWD_KV > all_see;
+#endif
+        if (masked) {
             #pragma unroll
             for (int m = 0; m < FWD_M; ++m) {
-                // Key 0 is seen by every row (also by those beyond q_len), so after tile 0 no maximum is -inf.
+                // Without a window key 0 is seen by every row (also by those beyond q_len), so after tile 0 no maximum is -inf.
                 const int limit0 = min(rows.position(my_row + m * 16), kv_len - 1);
                 const int limit8 = min(rows.position(my_row + m * 16 + 8), kv_len - 1);
                 #pragma unroll
@@ -80,6 +97,15 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
                     #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         if (col0 + n * 8 + (e & 1) > (e < 2 ? limit0 : limit8)) s[m][n][e] = minus_infinity();
+#if WINDOW
+                const int least0 = rows.position(my_row + m * 16) - (WINDOW - 1);
+                const int least8 = rows.position(my_row + m * 16 + 8) - (WINDOW - 1);
+                #pragma unroll
+                for (int n = 0; n < FWD_KV / 8; ++n)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (col0 + n * 8 + (e & 1) < (e < 2 ? least0 : least8)) s[m][n][e] = minus_infinity();
+#endif
             }
         }
         #pragma unroll
@@ -91,8 +117,14 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
                 for (int n = 0; n < FWD_KV / 8; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                 top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+#if WINDOW
+                // A row may see no key so far: 2^(-inf - 0) is 0 where 2^(-inf + inf) would be NaN.
+                const float shift = top == minus_infinity() ? 0.f : top * scale_log2;
+                const float shrink = exp2_fast(fmaf(row_max[m][half], scale_log2, -shift));
+#else
                 const float shrink = exp2_fast((row_max[m][half] - top) * scale_log2);
                 const float shift = top * scale_log2;
+#endif
                 row_max[m][half] = top;
                 float sum = row_sum[m][half] * shrink;
                 #pragma unroll
@@ -132,10 +164,18 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
             float sum = row_sum[m][half];
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+#if SINKS
+            const float sink = to_f32(sinks[mine.head_of_all % q_heads]), own_top = row_max[m][half] * scale;
+            const float top = fmaxf(own_top, sink), factor = exp2_fast((own_top - top) * LOG2E);
+            sum = fmaf(sum, factor, exp2_fast((sink - top) * LOG2E));
+            inverse[half] = keep_scale * factor / sum;
+#else
+            const float top = row_max[m][half] * scale;
             inverse[half] = keep_scale / sum;
+#endif
             const int i = warp_row0 + (lane >> 2) + m * 16 + half * 8;
             if ((lane & 3) == 0 && i < q_len)
-                lse[(i64)mine.head_of_all * q_len + i] = row_max[m][half] * scale + logf(sum);
+                lse[(i64)mine.head_of_all * q_len + i] = top + logf(sum);
         }
         // Value rows are no wider than query rows, so the fragment's own q rows hold them.
         store_rows<HEAD_DIM_V>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], inverse[0], inverse[1],

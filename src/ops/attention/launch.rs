@@ -85,6 +85,8 @@ impl Tiles {
             ("HEAD_DIM", s.head_dim),
             ("HEAD_DIM_V", s.value_dim()),
             ("DROPOUT", usize::from(s.dropout.is_some())),
+            ("WINDOW", s.window().unwrap_or(0)),
+            ("SINKS", usize::from(s.sinks)),
             ("FWD_WARPS", self.fwd.0),
             ("FWD_M", self.fwd.1),
             ("FWD_KV", self.fwd.2),
@@ -130,6 +132,15 @@ pub(super) fn check(s: &AttnShape) -> Result<(), DeviceError> {
     if len0 + len1 != s.q_len() {
         return wrong(format!("chunks of {len0} and {len1} rows do not make {} query rows", s.q_len()));
     }
+    let last = |(start, len): (usize, usize)| if len == 0 { 0 } else { start + len - 1 };
+    let highest = s.positions.chunks.map(last).into_iter().fold(0, usize::max);
+    if s.window == Some(0) || (s.window.is_some() && highest >= s.kv_len) {
+        return wrong(format!(
+            "a window of {:?} keys with rows up to position {highest} of {} keys leaves rows that see none; \
+             change model.window_size",
+            s.window, s.kv_len
+        ));
+    }
     s.dropout.as_ref().map_or(Ok(()), |d| d.check("attention"))
 }
 
@@ -164,6 +175,12 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
 
 /// The case as cuDNN's plan takes it, or why there is none.
 pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
+    if s.sinks {
+        return Err("a learned sink in the softmax".to_owned());
+    }
+    if let Some(window) = s.window() {
+        return Err(format!("a sliding window of {window} keys"));
+    }
     if s.dropout.is_some() {
         return Err("dropout draws from mbperf's own generator".to_owned());
     }
@@ -214,6 +231,22 @@ fn shape_params(s: &AttnShape) -> Vec<Param> {
     params
 }
 
+/// The arguments as the first `N`, the sinks and the step words where the shape has them, and the last `M`; `None` where
+/// their number is another one. Words that are not there are null.
+#[allow(clippy::type_complexity)]
+fn split<'a, const N: usize, const M: usize>(
+    s: &AttnShape,
+    args: &'a [DevPtr],
+) -> Option<(&'a [DevPtr; N], Option<DevPtr>, DevPtr, &'a [DevPtr; M])> {
+    let (first, rest) = args.split_first_chunk::<N>()?;
+    let (last, middle) = (rest.last_chunk::<M>()?, rest.len() - M);
+    let given = |i: usize| rest[..middle].get(i).copied();
+    let sinks = if s.sinks { Some(given(0)?) } else { None };
+    let at = usize::from(s.sinks);
+    let words = if s.dropout.is_some() { given(at)? } else { DevPtr::default() };
+    (middle == at + usize::from(s.dropout.is_some())).then_some((first, sinks, words, last))
+}
+
 fn config(blocks: usize, threads: usize, shared_bytes: usize) -> Config {
     Config { shared_bytes: shared_bytes as u32, ..Config::linear(blocks, threads as u32) }
 }
@@ -221,10 +254,8 @@ fn config(blocks: usize, threads: usize, shared_bytes: usize) -> Config {
 /// `args` as [`super::AttnFwd`] lists them.
 pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Result<Issue, DeviceError> {
     check_cuda(s, cuda)?;
-    let (q, k, v, words, o, lse) = match (args, s.dropout.is_some()) {
-        (&[q, k, v, o, lse], false) => (q, k, v, DevPtr::default(), o, lse),
-        (&[q, k, v, words, o, lse], true) => (q, k, v, words, o, lse),
-        _ => return Err(DeviceError::internal("attention_fwd: wrong number of arguments")),
+    let Some((&[q, k, v], sinks, words, &[o, lse])) = split(s, args) else {
+        return Err(DeviceError::internal("attention_fwd: wrong number of arguments"));
     };
     if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Forward), args)? {
         return Ok(issue);
@@ -234,7 +265,9 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let rows = warps * fragments * FRAGMENT_ROWS;
     let shared = tile_bytes(s, rows + 2 * keys, 2 * keys);
     let kernel = cuda.kernel(FORWARD, "attention_fwd", &tiles.defines(s, [true; 2]), shared as u32)?;
-    let mut params: Vec<Param> = [q, k, v, words, o, lse].map(Param::Ptr).into();
+    let mut params: Vec<Param> = [q, k, v].map(Param::Ptr).into();
+    params.extend(sinks.map(Param::Ptr));
+    params.extend([words, o, lse].map(Param::Ptr));
     params.extend(shape_params(s));
     let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads;
     cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)
@@ -268,17 +301,13 @@ pub(super) fn backward(
     workspace: DevPtr,
 ) -> Result<Issue, DeviceError> {
     check_cuda(s, cuda)?;
-    let (inputs, words, dq, dk, dv) = match (args, s.dropout.is_some()) {
-        (&[q, k, v, o, lse, d_o, dq, dk, dv], false) => {
-            ([q, k, v, o, lse, d_o], DevPtr::default(), dq, dk, dv)
-        }
-        (&[q, k, v, o, lse, d_o, words, dq, dk, dv], true) => ([q, k, v, o, lse, d_o], words, dq, dk, dv),
-        _ => return Err(DeviceError::internal("attention_bwd: wrong number of arguments")),
+    let (gradients, dsinks) = args.split_at(args.len() - usize::from(s.sinks).min(args.len()));
+    let Some((&[q, k, v, o, lse, d_o], sinks, words, &[dq, dk, dv])) = split(s, gradients) else {
+        return Err(DeviceError::internal("attention_bwd: wrong number of arguments"));
     };
     if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Backward), args)? {
         return Ok(issue);
     }
-    let [q, k, v, o, lse, d_o] = inputs;
     let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
     let tiles = Tiles::of(s, cuda.cc);
     let parts: &[[bool; 2]] = if tiles.dkv_apart { &[[true, false], [false, true]] } else { &[[true, true]] };
@@ -291,6 +320,12 @@ pub(super) fn backward(
     params.extend([s.batch(), s.q_len(), s.q_heads].map(|x| Param::I32(x as i32)));
     let blocks = (s.batch() * s.q_len() * s.q_heads).div_ceil(DELTA_ROWS_PER_BLOCK);
     let mut issues = vec![cuda.launch(&kernel, Config::linear(blocks, 256), &params)?];
+    if let (Some(sinks), &[dsinks]) = (sinks, dsinks) {
+        let kernel = cuda.kernel(BACKWARD, "attention_dsinks", &defines, 0)?;
+        let mut params = pointers(&[lse, delta, sinks, dsinks]);
+        params.extend([s.q_len(), s.q_heads].map(|x| Param::I32(x as i32)));
+        issues.push(cuda.launch(&kernel, Config::linear(s.batch() * s.q_heads, 256), &params)?);
+    }
 
     let (warps, queries, _) = tiles.dkv;
     let (rows, splits) = (warps * FRAGMENT_ROWS, dkv_splits(s));

@@ -1,7 +1,9 @@
 //! Causal attention with grouped query heads, forward and backward.
 //!
 //! `o = softmax(mask(q k^T / sqrt(d))) v` per head; query head h reads key and value head
-//! `h / (q_heads / kv_heads)`. A query row at global position p sees the keys at positions 0..=p. The scores
+//! `h / (q_heads / kv_heads)`. A query row at global position p sees the keys at positions 0..=p, or with a window of w
+//! keys the last w of them. With sinks (Xiao et al., "StreamingLLM", 2023; learned: gpt-oss, arXiv:2508.10925) every head
+//! has one more logit in its softmax, which belongs to no key: it only takes probability away. The scores
 //! are never stored: the forward pass keeps one log-sum-exp a row, the backward pass recomputes from it
 //! (Dao, "FlashAttention-2", 2023; online softmax: Milakov and Gimelshein, 2018).
 //!
@@ -22,6 +24,7 @@ use crate::ops::rng::{WORDS, normal_of, philox};
 use crate::ops::rope::Positions;
 use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample, tolerance};
 use crate::program::DType;
+use std::ops::Range;
 
 /// Shapes of one attention. Rows of q, o and their gradients are `b * q_len + i`; rows of k and v are
 /// `b * kv_len + j` with j the global position.
@@ -40,6 +43,10 @@ pub struct AttnShape {
     pub head_dim_v: Option<usize>,
     /// Factor of the scores; `None`: 1 / sqrt(head_dim).
     pub scale: Option<f64>,
+    /// Keys that a row sees at most, its own among them; `None`: all up to its own.
+    pub window: Option<usize>,
+    /// One learned logit a head in the denominator, not scaled.
+    pub sinks: bool,
     /// On the probabilities. Element index `((b * q_heads + h) * q_len + i) * kv_len + j`, modulo 2^34.
     pub dropout: Option<Dropout>,
 }
@@ -60,13 +67,19 @@ impl AttnShape {
     pub fn value_dim(&self) -> usize {
         self.head_dim_v.unwrap_or(self.head_dim)
     }
+    /// The window, where it hides anything.
+    pub fn window(&self) -> Option<usize> {
+        self.window.filter(|w| *w < self.kv_len)
+    }
     /// Keys that local query row `i` sees.
-    pub fn visible(&self, i: usize) -> usize {
-        (self.positions.position(i) + 1).min(self.kv_len)
+    pub fn visible(&self, i: usize) -> Range<usize> {
+        let end = self.positions.position(i) + 1;
+        let first = self.window().map_or(0, |w| end.saturating_sub(w));
+        first.min(self.kv_len)..end.min(self.kv_len)
     }
     /// Pairs of a query and a key that it sees, over all heads and sequences.
     pub fn pairs(&self) -> f64 {
-        let one: f64 = (0..self.q_len()).map(|i| self.visible(i) as f64).sum();
+        let one: f64 = (0..self.q_len()).map(|i| self.visible(i).len() as f64).sum();
         one * (self.batch() * self.q_heads) as f64
     }
     fn q_shape(&self) -> [usize; 2] {
@@ -87,14 +100,15 @@ impl AttnShape {
 }
 
 /// Args: q R bf16 `[B*q_len, q_heads*d]`, k R bf16 `[B*kv_len, kv_heads*d]`, v R bf16 `[B*kv_len, kv_heads*dv]`,
-/// (words R u32 `[WORDS]` with dropout), o W bf16 `[B*q_len, q_heads*dv]`, lse W f32 `[B, q_heads, q_len]`
-/// (natural logarithm, of the scaled scores).
+/// (sinks R bf16 `[q_heads]` with sinks), (words R u32 `[WORDS]` with dropout), o W bf16 `[B*q_len, q_heads*dv]`, lse W f32
+/// `[B, q_heads, q_len]` (natural logarithm, of the scaled scores and the sink).
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttnFwd {
     pub shape: AttnShape,
 }
 
-/// Args: q R, k R, v R, o R, lse R, do R (as in [`AttnFwd`]), (words R with dropout), dq W, dk W, dv W bf16.
+/// Args: q R, k R, v R, o R, lse R, do R (as in [`AttnFwd`]), (sinks R with sinks), (words R with dropout), dq W, dk W, dv W
+/// bf16, (dsinks W f32 `[B, q_heads]` with sinks: a sequence's part of their gradient).
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttnBwd {
     pub shape: AttnShape,
@@ -112,6 +126,9 @@ impl Op for AttnFwd {
             ArgSpec::read("k", DType::Bf16, &s.k_shape()),
             ArgSpec::read("v", DType::Bf16, &s.v_shape()),
         ];
+        if s.sinks {
+            args.push(ArgSpec::read("sinks", DType::Bf16, &[s.q_heads]));
+        }
         if s.dropout.is_some() {
             args.push(ArgSpec::read("words", DType::U32, &[WORDS]));
         }
@@ -151,9 +168,12 @@ impl AttnFwd {
         let s = &self.shape;
         launch::check(s)?;
         let (q, k, v) = (args.input(0)?, args.input(1)?, args.input(2)?);
-        let words = if s.dropout.is_some() { args.ints(3)? } else { &[] };
-        let out = if s.dropout.is_some() { 4 } else { 3 };
-        reference::forward(s, q, k, v, words, args.output(out)?, args.output(out + 1)?);
+        let sinks = if s.sinks { args.input(3)? } else { &[] };
+        let at = 3 + usize::from(s.sinks);
+        let words = if s.dropout.is_some() { args.ints(at)? } else { &[] };
+        let out = at + usize::from(s.dropout.is_some());
+        let given = reference::Given { q, k, v, sinks, words };
+        reference::forward(s, &given, args.output(out)?, args.output(out + 1)?);
         Ok(())
     }
 }
@@ -173,12 +193,18 @@ impl Op for AttnBwd {
             ArgSpec::read("lse", DType::F32, &s.lse_shape()).sample(Sample::Custom),
             ArgSpec::read("do", DType::Bf16, &s.o_shape()),
         ];
+        if s.sinks {
+            args.push(ArgSpec::read("sinks", DType::Bf16, &[s.q_heads]));
+        }
         if s.dropout.is_some() {
             args.push(ArgSpec::read("words", DType::U32, &[WORDS]));
         }
         args.push(ArgSpec::write("dq", DType::Bf16, &s.q_shape()));
         args.push(ArgSpec::write("dk", DType::Bf16, &s.k_shape()));
         args.push(ArgSpec::write("dv", DType::Bf16, &s.v_shape()));
+        if s.sinks {
+            args.push(ArgSpec::write("dsinks", DType::F32, &[s.batch(), s.q_heads]));
+        }
         args
     }
 
@@ -198,7 +224,11 @@ impl Op for AttnBwd {
         launch::backward_workspace(&self.shape)
     }
 
-    fn tolerance(&self, _arg: usize) -> f64 {
+    fn tolerance(&self, arg: usize) -> f64 {
+        let f32_arg = self.args().get(arg).is_some_and(|a| a.dtype == DType::F32);
+        if f32_arg {
+            return tolerance(DType::F32, self.shape.value_dim() + self.shape.q_len(), 0);
+        }
         // Probabilities and score gradients are rounded on the device; dk and dv sum over the group's rows.
         let s = &self.shape;
         let rows = s.q_len() * s.q_heads / s.kv_heads.max(1);
@@ -218,14 +248,19 @@ impl Op for AttnBwd {
         let (v, d_o) = (normals(2, len(s.v_shape())), normals(3, len(s.o_shape())));
         let words: Vec<i32> = (0..WORDS as i32).map(|i| i + 1).collect();
         let (mut o, mut lse) = (vec![0.0f64; d_o.len()], vec![0.0f64; s.lse_shape().iter().product()]);
-        reference::forward(s, &q, &k, &v, &words, &mut o, &mut lse);
+        let sinks = if s.sinks { normals(4, s.q_heads) } else { Vec::new() };
+        let given = reference::Given { q: &q, k: &k, v: &v, sinks: &sinks, words: &words };
+        reference::forward(s, &given, &mut o, &mut lse);
         o.iter_mut().for_each(|x| *x = (*x as f32).bf16().f64());
         lse.iter_mut().for_each(|x| *x = *x as f32 as f64);
         let mut values = vec![q, k, v, o, lse, d_o];
+        if s.sinks {
+            values.push(sinks);
+        }
         if s.dropout.is_some() {
             values.push(words.into_iter().map(f64::from).collect());
         }
-        values.extend([vec![], vec![], vec![]]);
+        values.resize(self.args().len(), Vec::new());
         Some(values)
     }
 
@@ -240,17 +275,20 @@ impl AttnBwd {
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let s = &self.shape;
         launch::check(s)?;
-        let saved = reference::Saved {
+        let at = 6 + usize::from(s.sinks);
+        let given = reference::Given {
             q: args.input(0)?,
             k: args.input(1)?,
             v: args.input(2)?,
-            o: args.input(3)?,
-            lse: args.input(4)?,
-            d_o: args.input(5)?,
-            words: if s.dropout.is_some() { args.ints(6)? } else { &[] },
+            sinks: if s.sinks { args.input(6)? } else { &[] },
+            words: if s.dropout.is_some() { args.ints(at)? } else { &[] },
         };
-        let out = if s.dropout.is_some() { 7 } else { 6 };
+        let saved = reference::Saved { given, o: args.input(3)?, lse: args.input(4)?, d_o: args.input(5)? };
+        let out = at + usize::from(s.dropout.is_some());
         reference::backward(s, &saved, args.output(out)?, args.output(out + 1)?, args.output(out + 2)?);
+        if s.sinks {
+            reference::sink_gradient(s, &saved, args.output(out + 3)?);
+        }
         Ok(())
     }
 }

@@ -4,16 +4,23 @@ use super::AttnShape;
 use crate::ops::Real;
 use rayon::prelude::*;
 
-/// What the backward pass reads, in the layouts of [`super::AttnBwd`].
-pub(super) struct Saved<'a, T> {
+/// What both passes read, in the layouts of [`super::AttnFwd`].
+pub(super) struct Given<'a, T> {
     pub q: &'a [T],
     pub k: &'a [T],
     pub v: &'a [T],
+    /// Empty without sinks.
+    pub sinks: &'a [T],
+    /// Step words; empty without dropout.
+    pub words: &'a [i32],
+}
+
+/// What the backward pass reads, in the layouts of [`super::AttnBwd`].
+pub(super) struct Saved<'a, T> {
+    pub given: Given<'a, T>,
     pub o: &'a [T],
     pub lse: &'a [T],
     pub d_o: &'a [T],
-    /// Step words; empty without dropout.
-    pub words: &'a [i32],
 }
 
 /// One head of a row-major `[rows, heads * d]` matrix.
@@ -85,28 +92,23 @@ fn scatter<'a, T: Real + 'a>(
     }
 }
 
-pub(super) fn forward<T: Real>(
-    s: &AttnShape,
-    q: &[T],
-    k: &[T],
-    v: &[T],
-    words: &[i32],
-    o: &mut [T],
-    lse: &mut [T],
-) {
+pub(super) fn forward<T: Real>(s: &AttnShape, x: &Given<T>, o: &mut [T], lse: &mut [T]) {
     let (dv, scale, group) = (s.value_dim(), T::of(s.scale()), s.q_heads / s.kv_heads);
     let one_head = |(b, h): (usize, usize)| -> (Vec<T>, Vec<T>) {
-        let q = s.q_head(q, b, h);
-        let (k, v) = (s.k_head(k, b, h / group), s.v_head(v, b, h / group));
+        let q = s.q_head(x.q, b, h);
+        let (k, v) = (s.k_head(x.k, b, h / group), s.v_head(x.v, b, h / group));
+        let sink = x.sinks.get(h).copied();
         let (mut o, mut lse) = (vec![T::default(); s.q_len() * dv], Vec::with_capacity(s.q_len()));
         for (i, o) in o.chunks_exact_mut(dv).enumerate() {
-            let scores: Vec<T> = (0..s.visible(i)).map(|j| scale * dot(q.row(i), k.row(j))).collect();
-            let max = scores.iter().copied().fold(scores[0], Real::max);
-            let sum: T = scores.iter().map(|x| (*x - max).exp()).sum();
+            let seen = s.visible(i);
+            let scores: Vec<T> = seen.clone().map(|j| scale * dot(q.row(i), k.row(j))).collect();
+            let logits = || scores.iter().copied().chain(sink);
+            let max = logits().fold(scores[0], Real::max);
+            let sum: T = logits().map(|x| (x - max).exp()).sum();
             let row_lse = max + sum.ln();
-            for (j, score) in scores.iter().enumerate() {
+            for (j, score) in seen.zip(&scores) {
                 let p = (*score - row_lse).exp();
-                add_scaled(o, p * s.keep(words, (b, h, i, j)), v.row(j));
+                add_scaled(o, p * s.keep(x.words, (b, h, i, j)), v.row(j));
             }
             lse.push(row_lse.f32());
         }
@@ -134,18 +136,18 @@ pub(super) fn backward<T: Real>(s: &AttnShape, x: &Saved<T>, dq: &mut [T], dk: &
     let (d, width_v, scale) = (s.head_dim, s.value_dim(), T::of(s.scale()));
     let group = s.q_heads / s.kv_heads;
     let one_kv_head = |(b, kv): (usize, usize)| -> Grads<T> {
-        let (k, v) = (s.k_head(x.k, b, kv), s.v_head(x.v, b, kv));
+        let (k, v) = (s.k_head(x.given.k, b, kv), s.v_head(x.given.v, b, kv));
         let zeros = |rows: usize, width: usize| vec![T::default(); rows * width];
         let mut grads = Grads { dq: Vec::new(), dk: zeros(s.kv_len, d), dv: zeros(s.kv_len, width_v) };
         for h in kv * group..(kv + 1) * group {
-            let (q, o, d_o) = (s.q_head(x.q, b, h), s.o_head(x.o, b, h), s.o_head(x.d_o, b, h));
+            let (q, o, d_o) = (s.q_head(x.given.q, b, h), s.o_head(x.o, b, h), s.o_head(x.d_o, b, h));
             let mut dq = zeros(s.q_len(), d);
             for (i, dq) in dq.chunks_exact_mut(d).enumerate() {
                 let lse = x.lse[(b * s.q_heads + h) * s.q_len() + i];
                 let delta = dot(d_o.row(i), o.row(i));
-                for j in 0..s.visible(i) {
+                for j in s.visible(i) {
                     let p = (scale * dot(q.row(i), k.row(j)) - lse).exp();
-                    let keep: T = s.keep(x.words, (b, h, i, j));
+                    let keep: T = s.keep(x.given.words, (b, h, i, j));
                     let ds = scale * p * (keep * dot(d_o.row(i), v.row(j)) - delta);
                     add_scaled(&mut grads.dv[j * width_v..(j + 1) * width_v], keep * p, d_o.row(i));
                     add_scaled(&mut grads.dk[j * d..(j + 1) * d], ds, q.row(i));
@@ -162,4 +164,17 @@ pub(super) fn backward<T: Real>(s: &AttnShape, x: &Saved<T>, dq: &mut [T], dk: &
     scatter(dq, s.q_len(), s.q_heads, d, done.iter().flat_map(|g| &g.dq));
     scatter(dk, s.kv_len, s.kv_heads, d, done.iter().map(|g| &g.dk));
     scatter(dv, s.kv_len, s.kv_heads, width_v, done.iter().map(|g| &g.dv));
+}
+
+/// A sink's probability is exp(sink - lse) and it has no value: dsink = -sum_i exp(sink - lse_i) delta_i, `[batch, q_heads]`.
+pub(super) fn sink_gradient<T: Real>(s: &AttnShape, x: &Saved<T>, dsinks: &mut [T]) {
+    for (n, dsink) in dsinks.iter_mut().enumerate() {
+        let (b, h) = (n / s.q_heads, n % s.q_heads);
+        let (o, d_o) = (s.o_head(x.o, b, h), s.o_head(x.d_o, b, h));
+        let of_row = |i: usize| {
+            let p = (x.given.sinks[h] - x.lse[n * s.q_len() + i]).exp();
+            (p * dot(d_o.row(i), o.row(i))).f64()
+        };
+        *dsink = T::of(-(0..s.q_len()).map(of_row).sum::<f64>()).f32();
+    }
 }

@@ -19,6 +19,16 @@ fn dropped(mut s: AttnShape, p: f64) -> AttnShape {
     s
 }
 
+fn windowed(mut s: AttnShape, keys: usize) -> AttnShape {
+    s.window = Some(keys);
+    s
+}
+
+fn sunk(mut s: AttnShape) -> AttnShape {
+    s.sinks = true;
+    s
+}
+
 /// Context-parallel rank 0 of 2 over 10 tokens: chunks 0 and 3, of odd and unequal lengths.
 fn two_chunks() -> Positions {
     Positions { batch: 2, seq: 5, chunks: [(0, 3), (8, 2)] }
@@ -34,6 +44,11 @@ fn cases() -> Vec<AttnShape> {
         shape(Positions::whole(1, 1), 1, 1, 1, 16),
         latent(shape(Positions::whole(2, 5), 5, 2, 2, 12), 8),
         latent(dropped(shape(two_chunks(), 10, 4, 2, 8), 0.2), 6),
+        windowed(shape(Positions::whole(2, 9), 9, 4, 2, 8), 3),
+        windowed(shape(two_chunks(), 10, 4, 2, 8), 4),
+        sunk(shape(Positions::whole(2, 7), 7, 4, 2, 8)),
+        sunk(windowed(shape(two_chunks(), 10, 4, 2, 8), 4)),
+        sunk(windowed(dropped(shape(Positions::whole(2, 9), 9, 2, 1, 8), 0.3), 1)),
     ]
 }
 
@@ -48,9 +63,15 @@ fn gradients_agree_with_finite_differences() {
         let mut saved = values[..3].to_vec();
         saved.extend([after[at].clone(), after[at + 1].clone(), d_o.clone()]);
         saved.extend(values[3..at].to_vec());
-        saved.extend([vec![], vec![], vec![]]);
+        saved.resize(backward.args().len(), vec![]);
         let grads = run_f64(&backward, &saved);
-        let first = grads.len() - 3;
+        let first = grads.len() - 3 - usize::from(s.sinks);
+        if s.sinks {
+            let parts = grads[first + 3].chunks(s.q_heads);
+            let dsinks =
+                parts.fold(vec![0.0; s.q_heads], |a, b| a.iter().zip(b).map(|(a, b)| a + b).collect());
+            check_op_gradient(&forward, &values, &[(at, &d_o)], 3, &dsinks);
+        }
         for wrt in 0..3 {
             // One row that sees one key: the probability is 1 whatever q and k are.
             if s.kv_len == 1 && wrt < 2 {
@@ -120,6 +141,62 @@ fn dropout_keeps_the_mean() {
     assert!(o.iter().any(|x| (x - 1.0).abs() > 0.01));
 }
 
+/// Windows, chunks and sinks against a softmax over all scores with those of unseen keys at minus infinity, the sink one
+/// more logit.
+#[test]
+fn windows_and_sinks_are_a_masked_softmax() {
+    for s in [
+        windowed(shape(Positions::whole(2, 9), 9, 4, 2, 8), 3),
+        sunk(windowed(shape(two_chunks(), 10, 4, 2, 8), 4)),
+        sunk(shape(Positions::whole(1, 6), 6, 2, 2, 8)),
+        // As wide as the sequence: hides nothing.
+        windowed(shape(Positions::whole(1, 6), 6, 2, 2, 8), 6),
+    ] {
+        let op = AttnFwd { shape: s.clone() };
+        let values = inputs(&op, 9);
+        let o = &run_f64(&op, &values)[3 + usize::from(s.sinks)];
+        let (d, group) = (s.head_dim, s.q_heads / s.kv_heads);
+        for r in 0..s.batch() * s.q_len() {
+            let (b, here) = (r / s.q_len(), s.positions.position(r) as i64);
+            for h in 0..s.q_heads {
+                let q = &values[0][(r * s.q_heads + h) * d..][..d];
+                let row = |m: &[f64], j: usize| -> Vec<f64> {
+                    m[((b * s.kv_len + j) * s.kv_heads + h / group) * d..][..d].to_vec()
+                };
+                let mut logits: Vec<f64> = (0..s.kv_len)
+                    .map(|j| {
+                        let score: f64 = q.iter().zip(row(&values[1], j)).map(|(a, b)| a * b).sum();
+                        let back = here - j as i64;
+                        let seen = back >= 0 && s.window.is_none_or(|w| back < w as i64);
+                        if seen { score / (d as f64).sqrt() } else { f64::NEG_INFINITY }
+                    })
+                    .collect();
+                if s.sinks {
+                    logits.push(values[3][h]);
+                }
+                let sum: f64 = logits.iter().map(|x| x.exp()).sum();
+                for c in 0..d {
+                    let want: f64 =
+                        (0..s.kv_len).map(|j| logits[j].exp() / sum * row(&values[2], j)[c]).sum();
+                    let got = o[(r * s.q_heads + h) * d + c];
+                    assert!((got - want).abs() < 1e-12, "{s:?} row {r} head {h}: {got} {want}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn windows_and_sinks_are_not_for_cudnn() {
+    use crate::device::cuda::cudnn::Pass;
+    let plain = shape(Positions::whole(1, 64), 64, 4, 2, 64);
+    let why = |s: AttnShape| launch::sdpa(&s, Pass::Forward).unwrap_err();
+    assert!(launch::sdpa(&plain, Pass::Forward).is_ok());
+    assert!(why(sunk(plain.clone())).contains("sink"));
+    assert!(why(windowed(plain.clone(), 16)).contains("window of 16 keys"));
+    assert!(launch::sdpa(&windowed(plain, 64), Pass::Forward).is_ok());
+}
+
 #[test]
 fn illegal_shapes_are_refused_with_a_reason() {
     let good = shape(Positions::whole(1, 4), 4, 4, 2, 8);
@@ -131,6 +208,7 @@ fn illegal_shapes_are_refused_with_a_reason() {
     refused(AttnShape { kv_heads: 3, ..good.clone() }, "multiple");
     refused(AttnShape { kv_len: 0, ..good.clone() }, "at least 1");
     refused(dropped(good.clone(), 1.0), "[0, 1)");
+    refused(windowed(good.clone(), 0), "see none");
     let short = Positions { batch: 1, seq: 4, chunks: [(0, 3), (0, 0)] };
     refused(AttnShape { positions: short, ..good }, "do not make 4");
 }
@@ -144,6 +222,8 @@ fn causal_work_is_counted_once() {
     let s = latent(s, 4);
     assert_eq!(AttnFwd { shape: s.clone() }.flops(), 60.0 * (8.0 + 4.0) * 2.0);
     assert_eq!(AttnBwd { shape: s }.flops(), 60.0 * (3.0 * 8.0 + 2.0 * 4.0) * 2.0);
+    // 1 + 2 + 2 + 2 keys of four.
+    assert_eq!(windowed(shape(Positions::whole(2, 4), 4, 3, 1, 8), 2).pairs(), (2 * 3 * 7) as f64);
 }
 
 /// Enough dk/dv blocks for an H200 even with few kv heads, and a workspace for the parts.

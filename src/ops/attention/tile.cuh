@@ -44,6 +44,10 @@ struct Rows {
         const int p = position(b);
         return a < len0 && b >= len0 ? max(p, position(len0 - 1)) : p;
     }
+#if WINDOW
+    // First key that one of rows a..=b sees.
+    __device__ __forceinline__ int first_seen(int a, int b) const { return max(lowest(a, b) - (WINDOW - 1), 0); }
+#endif
 };
 
 // Which query rows of which head a block of the forward and dq kernels owns: heads first, late rows (the

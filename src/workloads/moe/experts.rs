@@ -5,11 +5,24 @@ use super::Dims;
 use super::dispatch::ExpertRows;
 use crate::config::ExpertGemm;
 use crate::device::cuda::matmul::Layout;
+use crate::ops::bias::{BiasAdd, BiasGrad, BiasProbGrad};
 use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
 use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
 use crate::program::{BufId, DType};
 
+impl Dims {
+    /// Adds the experts' biases to their rows.
+    fn bias(&self, cols: usize, weighted: bool) -> BiasAdd {
+        BiasAdd { rows: self.rows, cols, experts: self.local, weighted, dtype: DType::Bf16 }
+    }
+}
+
 impl Stack<'_> {
+    fn bias_grad(&self, d: &Dims, cols: usize, weighted: bool) -> BiasGrad {
+        let (out, accumulate) = (self.grad_dtype(), self.accumulate == Accumulate::InPlace);
+        BiasGrad { rows: d.rows, cols, experts: d.local, weighted, out, accumulate }
+    }
+
     /// `[rows, width]` to `[rows, width]`, weighted by the rows' probabilities.
     pub(super) fn experts_forward(
         &mut self,
@@ -20,12 +33,19 @@ impl Stack<'_> {
         let (fc1, fc2) = (self.moe_weight(l, "experts.fc1")?, self.moe_weight(l, "experts.fc2")?);
         let gate_up = self.act(l, "moe.gate_up", &[d.rows, d.wide]);
         self.expert_product(l, d, x.offsets, x.rows, fc1.value, gate_up, d.wide, d.w, Layout::Nt)?;
+        let (fused, apart) = self.fc1_bias(self.bias(l, "moe.experts.fc1"));
+        if let Some(bias) = apart {
+            self.b.launch(d.bias(d.wide, false), &[gate_up, bias, x.offsets]);
+        }
         let act = self.act(l, "moe.act", &[d.rows, d.f]);
         let activation = self.here();
-        self.activation(d.rows, d.f, Some(d.local), &[gate_up, x.row_probs, x.offsets, act]);
+        self.activation(d.rows, d.f, Some(d.local), fused, &[gate_up, x.row_probs, x.offsets, act]);
         self.recomputable("moe_act", activation, &[]);
         let out = self.act(l, "moe.out_rows", &[d.rows, d.w]);
         self.expert_product(l, d, x.offsets, act, fc2.value, out, d.w, d.f, Layout::Nt)?;
+        if let Some(bias) = self.bias(l, "moe.experts.fc2") {
+            self.b.launch(d.bias(d.w, true), &[out, bias.value, x.offsets, x.row_probs]);
+        }
         Ok(out)
     }
 
@@ -45,12 +65,22 @@ impl Stack<'_> {
         self.expert_product(l, d, offsets, drows, act, fc2.grad, d.w, d.f, Layout::Tn)?;
         let dgate_up = self.act(l, "moe.dgate_up", &[d.rows, d.wide]);
         let drow_probs = self.act_as(l, "moe.drow_probs", DType::F32, &[d.rows]);
+        let bias = self.bias(l, "moe.experts.fc1");
         self.activation_backward(
             d.rows,
             d.f,
             Some(d.local),
+            self.fc1_bias(bias).0,
             &[gate_up, dact, row_probs, offsets, dgate_up, drow_probs],
         );
+        if let Some(bias) = bias {
+            self.b.launch(self.bias_grad(d, d.wide, false), &[dgate_up, offsets, bias.grad]);
+        }
+        if let Some(bias) = self.bias(l, "moe.experts.fc2") {
+            self.b.launch(self.bias_grad(d, d.w, true), &[drows, offsets, row_probs, bias.grad]);
+            let op = BiasProbGrad { rows: d.rows, cols: d.w, experts: d.local };
+            self.b.launch(op, &[drows, bias.value, offsets, drow_probs]);
+        }
         self.expert_product(l, d, offsets, dgate_up, rows, fc1.grad, d.wide, d.w, Layout::Tn)?;
         let dx_rows = self.act(l, "moe.dx_rows", &[d.rows, d.w]);
         self.expert_product(l, d, offsets, dgate_up, fc1.value, dx_rows, d.w, d.wide, Layout::Nn)?;

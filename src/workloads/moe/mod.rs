@@ -55,6 +55,14 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
     // Experts lie one after another; expert-parallel rank 0 holds the first ones.
     out.push(Spec::normal(name("experts.fc1"), local * fc1_rows(cfg) * f, width, m.init_method_std).expert());
     out.push(Spec::normal(name("experts.fc2"), local * width, f, output_std(cfg)).expert());
+    if m.add_bias_linear {
+        let bias = |what: &str, len: usize| {
+            Spec::bias(format!("layer{index}.moe.{what}.bias"), len, m.init_method_std)
+        };
+        out.push(bias("router", moe.num_experts));
+        out.push(bias("experts.fc1", local * fc1_rows(cfg) * f).expert());
+        out.push(bias("experts.fc2", local * width).expert());
+    }
     Ok(out)
 }
 

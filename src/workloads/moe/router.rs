@@ -59,6 +59,7 @@ impl Stack<'_> {
         let router_w = self.moe_weight(l, "router")?;
         let logits = self.act_as(l, "moe.logits", DType::F32, &[d.t, d.experts]);
         self.forward_product(logits, y, router_w.value, d.t, d.experts, d.h, None);
+        self.add_bias(logits, self.bias(l, "moe.router"), d.t, d.experts);
         let r = self.routes(l, d);
         let router = self.router(l)?;
         let mut args = vec![logits];
@@ -100,6 +101,7 @@ impl Stack<'_> {
         self.b.launch(op, &[r.scores, r.probs, r.index, dprobs, r.counts, dlogits]);
         let router_w = self.moe_weight(l, "router")?;
         self.weight_gradient(router_w.grad, dlogits, y, d.t, d.experts, d.h);
+        self.bias_gradient(dlogits, self.bias(l, "moe.router"), d.t, d.experts);
         let dy_router = self.act(l, "moe.dy_router", &[d.t, d.h]);
         self.data_gradient(dy_router, dlogits, router_w.value, d.t, d.experts, d.h, Some(dy_experts));
         Ok(dy_router)
