@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Rows of the models beyond llama and qwen3 dense/MoE, and the rates of their own ops, on a machine with a GPU.
-# usage: benches/models.sh [MBPERF [OUTPUT FOLDER [PART ...]]]   parts: mamba latent delta recompute pipeline ops
+# usage: benches/models.sh [MBPERF [OUTPUT FOLDER [PART ...]]]   parts: mamba latent delta sinks recompute pipeline ops
 # DRYRUN=1: plans every row and runs none (no GPU needed).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/h200}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-mamba latent delta recompute pipeline ops}
+parts=${*:-mamba latent delta sinks recompute pipeline ops}
 mkdir -p "$out"
 wants() { [[ " $parts " == *" $1 "* ]]; }
 row() { # FILE ARGUMENTS...
@@ -30,6 +30,7 @@ H56="-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs --run_dtype bf16"
 LATENT="-c bf16 --task pretrain -pp 1 -vp None -tp 1 -ep 64 optimizer.optimizer=adam model.mtp_num_layers=0"
 DEEPSEEK="-m deepseek -mr deepseek_v3 -g h100 $LATENT --num_layers 4"
 KIMI="-m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 3"
+OSS="-m gpt_oss -mr gpt_oss_120b -g h100 -c bf16 -pp 1 --num_layers 4"
 NEXT="-m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 4"
 TE="--cuda_graph_impl transformer_engine"
 
@@ -52,6 +53,10 @@ if wants delta; then
     for scope in attn attn,moe_router attn,moe_router,moe_preprocess; do
         row qwen3_next_80b_a3b $NEXT $TE --cuda_graph_scope $scope
     done
+fi
+if wants sinks; then
+    echo "== sliding windows, sinks, biases"
+    row gpt_oss_120b $OSS $TE --cuda_graph_scope attn,moe_router,moe_preprocess
 fi
 if wants recompute; then
     echo "== recompute"
@@ -77,6 +82,9 @@ if wants ops && [ -z "${DRYRUN:-}" ]; then
         ops attention $DEEPSEEK | tail -n +2
         ops attention $DEEPSEEK --attention_backend own | tail -n +2
         ops delta_net $NEXT | tail -n +2
+        ops attention $OSS | tail -n +2
+        ops bias $OSS | tail -n +2
+        ops clamped_glu $OSS | tail -n +2
     } >"$out/pieces_models.csv"
     cut -d, -f1-8 "$out/pieces_models.csv"
 fi

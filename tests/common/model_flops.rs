@@ -15,7 +15,7 @@ fn product(factors: &[usize]) -> f64 {
 /// Of one rank: 6 x active parameters x tokens, attention and scans beside it. Norms, activations, routing and the
 /// optimizer are below the 2 % that this is compared with.
 pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
-    let layers: f64 = share.layers.iter().map(|l| layer(l.kind, cfg, share)).sum();
+    let layers: f64 = share.layers.iter().map(|l| layer(l.kind, cfg, share, cfg.model.window_of(l.index))).sum();
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
     (layers + PER_WEIGHT * head + ahead(cfg, share, head)) * cfg.batch.num_microbatches as f64
@@ -27,17 +27,17 @@ fn ahead(cfg: &RunConfig, share: &RankShare, head: f64) -> f64 {
         return 0.0;
     }
     let h = cfg.model.hidden_size;
-    let layers: f64 = cfg.model.mtp_layers.iter().map(|kind| layer(*kind, cfg, share)).sum();
+    let layers: f64 = cfg.model.mtp_layers.iter().map(|kind| layer(*kind, cfg, share, None)).sum();
     let projection = product(&[2 * h, h / cfg.parallel.tp, share.tokens]);
     cfg.model.mtp_num_layers as f64 * (layers + PER_WEIGHT * (projection + head))
 }
 
 /// Of one micro-batch.
-fn layer(kind: LayerKind, cfg: &RunConfig, share: &RankShare) -> f64 {
+fn layer(kind: LayerKind, cfg: &RunConfig, share: &RankShare, window: Option<usize>) -> f64 {
     match kind {
-        LayerKind::Dense => attention(cfg, share) + mlp(cfg, share),
-        LayerKind::Moe => attention(cfg, share) + experts(cfg, share),
-        LayerKind::AttnOnly => attention(cfg, share),
+        LayerKind::Dense => attention(cfg, share, window) + mlp(cfg, share),
+        LayerKind::Moe => attention(cfg, share, window) + experts(cfg, share),
+        LayerKind::AttnOnly => attention(cfg, share, window),
         LayerKind::MlpOnly => mlp(cfg, share),
         LayerKind::MoeOnly => experts(cfg, share),
         LayerKind::Mamba => mamba(cfg, share),
@@ -51,9 +51,10 @@ fn matrices(cfg: &RunConfig) -> usize {
     if matches!(cfg.model.activation, Activation::SquaredRelu | Activation::Gelu) { 2 } else { 3 }
 }
 
-/// Pairs of a query and a key up to its own position, of one sequence and head.
-fn causal_pairs(share: &RankShare) -> f64 {
-    share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len).map(|p| (p + 1) as f64).sum()
+/// Pairs of a query and a key up to its own position, of one sequence and head; at most `window` keys a query.
+fn pairs(share: &RankShare, window: Option<usize>) -> f64 {
+    let positions = share.seq_chunks.iter().flat_map(|(first, len)| *first..first + len);
+    positions.map(|p| window.map_or(p + 1, |w| w.min(p + 1)) as f64).sum()
 }
 
 /// Down-projections on the rows of the tensor rank, up-projections and the output on all rows of its heads.
@@ -66,11 +67,11 @@ fn latent_attention(cfg: &RunConfig, mla: &Mla, share: &RankShare) -> f64 {
         + heads * v * h;
     let weights = product(&[down, share.tokens_sequence_parallel]) + product(&[up, share.tokens]);
     // One product as wide as a key, one as wide as a value.
-    let scores = 2.0 * causal_pairs(share) * product(&[cfg.batch.micro_batch_size, heads, qk + v]);
+    let scores = 2.0 * pairs(share, None) * product(&[cfg.batch.micro_batch_size, heads, qk + v]);
     PER_WEIGHT * weights + BOTH_PASSES * scores
 }
 
-fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
+fn attention(cfg: &RunConfig, share: &RankShare, window: Option<usize>) -> f64 {
     if let Some(mla) = &cfg.model.mla {
         return latent_attention(cfg, mla, share);
     }
@@ -78,8 +79,7 @@ fn attention(cfg: &RunConfig, share: &RankShare) -> f64 {
     let gates = if cfg.model.attention_output_gate { share.heads } else { 0 };
     let weights = product(&[h, d, 2 * share.heads + gates + 2 * share.kv_heads]);
     // Two products of a query with every key up to its own position.
-    let causal = causal_pairs(share);
-    let scores = 4.0 * causal * product(&[cfg.batch.micro_batch_size, share.heads, d]);
+    let scores = 4.0 * pairs(share, window) * product(&[cfg.batch.micro_batch_size, share.heads, d]);
     PER_WEIGHT * weights * share.tokens as f64 + BOTH_PASSES * scores
 }
 

@@ -105,7 +105,7 @@ class Step:
         m, p = self.m, f"layer{i}.attn."
         nq, nkv, d = m["num_attention_heads"], m["num_query_groups"], m["kv_channels"]
         b, s, _ = x.shape
-        y = F.linear(self.norm(x, p + "norm.weight"), self.w[p + "qkv.weight"])
+        y = F.linear(self.norm(x, p + "norm.weight"), self.w[p + "qkv.weight"], self.bias(p + "qkv"))
         gated = m["attention_output_gate"]
         q, k, v, *gate = y.split([nq * d, nkv * d, nkv * d] + [nq * d] * gated, -1)
         q, k, v = q.view(b, s, nq, d), k.view(b, s, nkv, d), v.view(b, s, nkv, d)
@@ -114,20 +114,45 @@ class Step:
         pos, rot = torch.arange(s), int(d * m["rotary_percent"])
         q, k = rope(q, pos, m, rot), rope(k, pos, m, rot)
         k, v = (t.repeat_interleave(nq // nkv, 2) for t in (k, v))
-        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = self.seen(i, s)
+        if m.get("attention_sinks"):  # one more column of logits, whose probability goes nowhere
+            scores = (q @ k.transpose(2, 3) / math.sqrt(d)).masked_fill(~seen, -math.inf)
+            sink = self.w[p + "sinks"].view(1, nq, 1, 1).expand(b, nq, s, 1)
+            o = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ v
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         o = o.transpose(1, 2).reshape(b, s, nq * d)
         if gated:
             o = o * torch.sigmoid(gate[0])
-        return x + F.linear(o, self.w[p + "proj.weight"])
+        return x + F.linear(o, self.w[p + "proj.weight"], self.bias(p + "proj"))
+
+    def bias(self, name):
+        bias = self.w.get(name + ".bias")
+        return None if bias is None else bias.view(-1)
+
+    def seen(self, i, s):
+        """Which keys each query of layer i sees [s, s]: those up to its own, with a window the last ones of them."""
+        back = torch.arange(s)[:, None] - torch.arange(s)[None]
+        window, m = self.m.get("window"), back >= 0
+        if window and not (window["skip_freq"] and (i + 1) % window["skip_freq"] == 0):
+            m = m & (back < window["keys"])
+        return m
 
     def activation(self, a):
+        if self.m["activation"] == "quick_geglu":
+            gate, up = a.chunk(2, -1)
+            limit = self.m["activation_clamp"]
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return gate * torch.sigmoid(1.702 * gate) * (up + self.m["glu_linear_offset"])
         if self.m["activation"] == "squared_relu":
             return F.relu(a).square()
         gate, up = a.chunk(2, -1)
         return F.silu(gate) * up
 
-    def gated(self, y, w1, w2):
-        return F.linear(self.activation(F.linear(y, w1)), w2)
+    def gated(self, y, w1, w2, b1=None, b2=None):
+        return F.linear(self.activation(F.linear(y, w1, b1)), w2, b2)
 
     def mamba(self, i, x):
         """Mamba-2, token by token: h = exp(dt A) h + dt x B^T, y = h C + D x."""
@@ -177,14 +202,14 @@ class Step:
 
     def mlp(self, i, x):
         p = f"layer{i}.mlp."
-        return x + self.gated(self.norm(x, p + "norm.weight"), self.w[p + "fc1.weight"], self.w[p + "fc2.weight"])
+        return x + self.gated(self.norm(x, p + "norm.weight"), self.w[p + "fc1.weight"], self.w[p + "fc2.weight"], self.bias(p + "fc1"), self.bias(p + "fc2"))
 
     def moe(self, i, local, x):
         m, e, p = self.m, self.m["moe"], f"layer{i}.moe."
         b, s, h = x.shape
         y = self.norm(x, p + "norm.weight").reshape(-1, h)
         experts, k = e["num_experts"], e["router_topk"]
-        gate = F.linear(y, self.w[p + "router.weight"])
+        gate = F.linear(y, self.w[p + "router.weight"], self.bias(p + "router"))
         scores = self.step[f"l{local}.moe.scores"]
         index = self.step[f"l{local}.moe.index"].long()
         forced = e["force_load_balancing"] or e["routing"] != "recipe"
@@ -230,6 +255,8 @@ class Step:
         w1, w2 = self.w[p + "experts.fc1.weight"], self.w[p + "experts.fc2.weight"]
         n_local = w2.shape[0] // h
         w1, w2 = w1.view(n_local, -1, h), w2.view(n_local, h, -1)
+        b1, b2 = self.bias(p + "experts.fc1"), self.bias(p + "experts.fc2")
+        b1, b2 = (None if t is None else t.view(n_local, -1) for t in (b1, b2))
         local_id = index % n_local
         bins = experts if e["dispatcher"] == "alltoall" and self.cfg["parallel"]["ep"] > 1 else n_local
         keep = torch.ones_like(index, dtype=torch.bool)
@@ -250,7 +277,9 @@ class Step:
             for j in range(k):
                 at = ((local_id[:, j] == n) & keep[:, j]).nonzero().reshape(-1)
                 if at.numel():
-                    rows = self.gated_rows(y[at], w1[n], w2[n], probs[at, j])
+                    rows = self.gated_rows(y[at], w1[n], w2[n], probs[at, j], None if b1 is None else b1[n])
+                    if b2 is not None:
+                        rows = rows + b2[n] * probs[at, j][:, None]
                     out = out.index_add(0, at, rows)
         if e["shared_expert_intermediate_size"]:
             shared = self.gated(y, self.w[p + "shared.fc1.weight"], self.w[p + "shared.fc2.weight"])
@@ -258,8 +287,8 @@ class Step:
             out = out + (shared if gate is None else torch.sigmoid(F.linear(y, gate.view(1, -1))) * shared)
         return x + out.view_as(x)
 
-    def gated_rows(self, y, w1, w2, prob):
-        return F.linear(self.activation(F.linear(y, w1)) * prob[:, None], w2)
+    def gated_rows(self, y, w1, w2, prob, b1=None):
+        return F.linear(self.activation(F.linear(y, w1, b1)) * prob[:, None], w2)
 
     def run(self):
         b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]

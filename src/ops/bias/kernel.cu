@@ -1,9 +1,9 @@
-// Biases of linear layers: added to rows, and their gradients. Defines: T (bf16 or float, of what is added to), OUT
+// Biases of linear layers: added to rows, and their gradients. Defines: ROWS (bf16 or float, of what is added to), OUT
 // (bf16 or float, of the gradient), EXPERTS (0: one bias for all rows), WEIGHTED (times the row's probability),
 // ACCUMULATE (the gradient is added to). expert.cuh stands before this file.
 
-#ifndef T
-#define T bf16
+#ifndef ROWS
+#define ROWS bf16
 #define OUT bf16
 #define EXPERTS 0
 #define WEIGHTED 0
@@ -12,7 +12,7 @@
 
 // x[row] += bias[expert of row] (* probs[row]). A grid of rows * column_blocks blocks, as in swiglu/kernel.cu. Rows of
 // no expert stay as they are.
-extern "C" __global__ void __launch_bounds__(256) bias_add(T* x, const bf16* bias, const int* offsets, const float* probs, int cols,
+extern "C" __global__ void __launch_bounds__(256) bias_add(ROWS* x, const bf16* bias, const int* offsets, const float* probs, int cols,
     int column_blocks) {
     const int row = blockIdx.x / column_blocks;
     float factor = 1.f;

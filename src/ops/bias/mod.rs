@@ -116,7 +116,7 @@ fn defines(
     [weighted, accumulate]: [bool; 2],
 ) -> Result<Vec<(&'static str, String)>, DeviceError> {
     Ok(vec![
-        ("T", float_name(op, x)?),
+        ("ROWS", float_name(op, x)?),
         ("OUT", float_name(op, out)?),
         ("EXPERTS", experts.to_string()),
         ("WEIGHTED", usize::from(weighted).to_string()),
