@@ -159,8 +159,12 @@ fn norm_and_rope(add: &mut Add) {
                 scaling: None,
                 zero_centered: gated,
                 gated,
+                bias: false,
             };
             add(Arc::new(QkvRopeBwd::of(&fwd)));
+            if qk_norm.is_none() && !gated {
+                add(Arc::new(QkvRopeFwd { bias: true, ..fwd.clone() }));
+            }
             add(Arc::new(fwd));
         }
         let yarn = RopeScaling::Yarn(Yarn {
@@ -183,6 +187,7 @@ fn norm_and_rope(add: &mut Add) {
             scaling: Some(yarn),
             zero_centered: false,
             gated: false,
+            bias: false,
         };
         add(Arc::new(QkvRopeBwd::of(&fwd)));
         add(Arc::new(fwd));

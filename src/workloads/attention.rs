@@ -83,6 +83,7 @@ impl Stack<'_> {
             scaling: m.rope_scaling,
             zero_centered: m.zero_centered_norms,
             gated: m.attention_output_gate,
+            bias: m.qkv_bias() && !m.qk_layernorm && !m.attention_output_gate,
         }
     }
 
@@ -148,10 +149,12 @@ impl Stack<'_> {
         let y = self.gather_tokens(l, "attn.norm", y, h);
         let qkv = self.act(l, "attn.qkv", &[t, d.qkv]);
         self.forward_product(qkv, y, qkv_w.value, t, d.qkv, h, None);
-        self.add_bias(qkv, self.bias(l, "attn.qkv"), t, d.qkv);
+        let (rope, bias) = (self.rope(), self.bias(l, "attn.qkv"));
+        self.add_bias(qkv, bias.filter(|_| !rope.bias), t, d.qkv);
         let [q, k, v] = [("q", d.q), ("k", d.kv), ("v", d.kv)]
             .map(|(n, width)| self.act(l, &format!("attn.{n}"), &[t, width]));
         let mut args = vec![qkv];
+        args.extend(bias.filter(|_| rope.bias).map(|b| b.value));
         if self.cfg.model.qk_layernorm {
             args.extend([w(self, "q_norm")?.value, w(self, "k_norm")?.value]);
         }
@@ -164,7 +167,7 @@ impl Stack<'_> {
                 &[t, self.share.heads + self.share.kv_heads],
             ));
         }
-        self.b.launch(self.rope(), &args);
+        self.b.launch(rope, &args);
         let core = self.here();
         let (k, v) = (self.gather_context(l, "k", k, d.kv), self.gather_context(l, "v", v, d.kv));
         let shape = self.attn_shape(l);

@@ -15,7 +15,8 @@ fn product(factors: &[usize]) -> f64 {
 /// Of one rank: 6 x active parameters x tokens, attention and scans beside it. Norms, activations, routing and the
 /// optimizer are below the 2 % that this is compared with.
 pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
-    let layers: f64 = share.layers.iter().map(|l| layer(l.kind, cfg, share, cfg.model.window_of(l.index))).sum();
+    let layers: f64 =
+        share.layers.iter().map(|l| layer(l.kind, cfg, share, cfg.model.window_of(l.index))).sum();
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
     (layers + PER_WEIGHT * head + ahead(cfg, share, head)) * cfg.batch.num_microbatches as f64

@@ -1,7 +1,8 @@
 // Splits QKV rows into q, k and v, with an optional RMSNorm of each q and k head, and rotates; and backward.
 // Defines: HEAD_DIM, ROTARY_DIM, VEC (elements of a vector access: 8, or 4 when ROTARY_DIM / 2 is no multiple
 // of 8), GROUP (lanes that share a head), INV_FREQ (list of ROTARY_DIM / 2 doubles), AMPLITUDE (factor of rotated elements),
-// ZERO_CENTERED (the norms' weights are stored less one), GATED (rows of qkv end in the q_heads heads of an output gate).
+// ZERO_CENTERED (the norms' weights are stored less one), GATED (rows of qkv end in the q_heads heads of an output gate), BIAS
+// (a bias is added to qkv in the forward without norm).
 //
 // A warp takes one token (or every splits-th head group of it) and computes the token's sines once for all its
 // heads. GROUP lanes share a head; lane j of a group holds an item: elements j*VEC.. of the rotated half and
@@ -16,6 +17,7 @@
 #define INV_FREQ 1.0, 0.5, 0.25, 0.125
 #define ZERO_CENTERED 0
 #define GATED 0
+#define BIAS 0
 #define AMPLITUDE 1.0f
 #endif
 #define HALF (ROTARY_DIM / 2)
@@ -137,7 +139,7 @@ __device__ __forceinline__ void unpack_weight(Raw q, float v[VEC]) {
 }
 
 template <bool NORM>
-__device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, bf16* q, bf16* k, bf16* v, float* rstd,
+__device__ __forceinline__ void forward(const bf16* qkv, const bf16* bias, const bf16* q_weight, const bf16* k_weight, bf16* q, bf16* k, bf16* v, float* rstd,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1, float eps) {
     __shared__ float tables[FWD_WARPS][2][TABLE];
     const int warp = threadIdx.x >> 5;
@@ -160,6 +162,15 @@ __device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, c
         float a[VEC], b[VEC];
         unpack(ra, a);
         unpack(rb, b);
+#if BIAS
+        Raw ba, bb;
+        load_item(bias + h * HEAD_DIM, l, h < heads, ba, bb);
+        float add0[VEC], add1[VEC];
+        unpack(ba, add0);
+        unpack(bb, add1);
+        #pragma unroll
+        for (int e = 0; e < VEC; ++e) { a[e] += add0[e]; b[e] += add1[e]; }
+#endif
         if (NORM) {
             float sum = 0.f;
             #pragma unroll
@@ -191,13 +202,22 @@ __device__ __forceinline__ void forward(const bf16* qkv, const bf16* q_weight, c
     }
 }
 
+#if BIAS
+extern "C" __global__ void __launch_bounds__(128) qkv_rope_fwd(const bf16* qkv, const bf16* bias, bf16* q, bf16* k, bf16* v,
+    int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1)
+#else
 extern "C" __global__ void __launch_bounds__(128) qkv_rope_fwd(const bf16* qkv, bf16* q, bf16* k, bf16* v,
-    int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1) {
-    forward<false>(qkv, qkv, qkv, q, k, v, (float*)0, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1, 0.f);
+    int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1)
+#endif
+{
+#if !BIAS
+    const bf16* const bias = qkv;    // not read
+#endif
+    forward<false>(qkv, bias, qkv, qkv, q, k, v, (float*)0, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1, 0.f);
 }
 extern "C" __global__ void __launch_bounds__(128) qkv_norm_rope_fwd(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, bf16* q, bf16* k, bf16* v, float* rstd,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1, float eps) {
-    forward<true>(qkv, q_weight, k_weight, q, k, v, rstd, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1, eps);
+    forward<true>(qkv, qkv, q_weight, k_weight, q, k, v, rstd, tokens, q_heads, kv_heads, splits, seq, start0, len0, start1, eps);
 }
 
 // The gradient rotates back, then goes through the norm as in rmsnorm/kernel.cu. Block p takes tokens

@@ -22,8 +22,8 @@ pub use scaling::RopeScaling;
 
 /// q, k, v from qkv: per-head RMSNorm of q and k if `qk_norm`, then rotary on the first `rotary_dim` elements.
 ///
-/// T = positions.rows(), d = head_dim. Args: qkv R bf16 [T,(q_heads+2*kv_heads)*d] (q heads, then k, then v),
-/// [q_weight R bf16 `[d]`, k_weight R bf16 `[d]`], q W bf16 `[T,q_heads*d]`, k W `[T,kv_heads*d]`, v W
+/// T = positions.rows(), d = head_dim. Args: qkv R bf16 [T,(q_heads+2*kv_heads)*d] (q heads, then k, then v), (bias R bf16
+/// [(q_heads+2*kv_heads)*d] if `bias`: added to every row first, not rounded between), [q_weight R bf16 `[d]`, k_weight R bf16 `[d]`], q W bf16 `[T,q_heads*d]`, k W `[T,kv_heads*d]`, v W
 /// `[T,kv_heads*d]`, [rstd W f32 [T,q_heads+kv_heads]]; those in brackets when `qk_norm`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QkvRopeFwd {
@@ -42,6 +42,8 @@ pub struct QkvRopeFwd {
     pub zero_centered: bool,
     /// Rows of qkv end in `q_heads` more heads, the output gate's: skipped, and in the backward copied from `dgate`.
     pub gated: bool,
+    /// The product's bias is added here; not with `qk_norm` or `gated`, where qkv is read again.
+    pub bias: bool,
 }
 
 /// Gradient of [`QkvRopeFwd`], with the same fields.
@@ -79,7 +81,7 @@ impl QkvRopeBwd {
             gated: f.gated,
         }
     }
-    /// The forward op of the same shape.
+    /// The forward op of the same shape, without a bias, which no gradient of qkv depends on.
     pub fn forward(&self) -> QkvRopeFwd {
         QkvRopeFwd {
             positions: self.positions,
@@ -92,6 +94,7 @@ impl QkvRopeBwd {
             scaling: self.scaling,
             zero_centered: self.zero_centered,
             gated: self.gated,
+            bias: false,
         }
     }
 }
@@ -160,6 +163,7 @@ impl QkvRopeFwd {
             ("AMPLITUDE", format!("{:e}f", scaling::amplitude(self.scaling) as f32)),
             ("ZERO_CENTERED", usize::from(self.zero_centered).to_string()),
             ("GATED", usize::from(self.gated).to_string()),
+            ("BIAS", usize::from(self.bias).to_string()),
         ]
     }
 
@@ -202,6 +206,9 @@ impl Op for QkvRopeFwd {
     fn args(&self) -> Vec<ArgSpec> {
         let (qkv, q, kv) = self.shapes();
         let mut args = vec![ArgSpec::read("qkv", DType::Bf16, &qkv)];
+        if self.bias {
+            args.push(ArgSpec::read("bias", DType::Bf16, &qkv[1..]));
+        }
         if self.qk_norm.is_some() {
             args.push(ArgSpec::read("q_weight", DType::Bf16, &[self.head_dim]));
             args.push(ArgSpec::read("k_weight", DType::Bf16, &[self.head_dim]));
@@ -230,6 +237,9 @@ impl Op for QkvRopeFwd {
     ) -> Result<Issue, DeviceError> {
         if self.tokens() == 0 {
             return Ok(Issue::Nothing);
+        }
+        if self.bias && (self.qk_norm.is_some() || self.gated) {
+            return Err(DeviceError::internal("qkv_rope_fwd: a bias beside q/k norms or an output gate"));
         }
         let cut = self.cut(self.name())?;
         let splits = self.splits(&cut);

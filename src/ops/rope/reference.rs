@@ -24,7 +24,8 @@ impl QkvRopeFwd {
             Some(eps) => Some((eps, args.input(1)?, args.input(2)?)),
             None => None,
         };
-        let first_out = if self.qk_norm.is_some() { 3 } else { 1 };
+        let bias = if self.bias { Some(args.input(1)?) } else { None };
+        let first_out = if self.qk_norm.is_some() { 3 } else { 1 + usize::from(self.bias) };
         let (q, k, v) = (args.output(first_out)?, args.output(first_out + 1)?, args.output(first_out + 2)?);
         let (d, inv_freq) = (self.head_dim, self.inverse_frequencies());
         let (q_row, kv_row, normed) = (self.q_heads * d, self.kv_heads * d, self.q_heads + self.kv_heads);
@@ -33,8 +34,11 @@ impl QkvRopeFwd {
         let one = T::of(scale_offset(self.zero_centered));
         let one_token = |token: usize, q: &mut [T], k: &mut [T], v: &mut [T]| -> Vec<T> {
             let turns: Vec<(T, T)> = self.turns(&inv_freq, token);
-            let row = &qkv[token * width..][..q_row + 2 * kv_row];
-            v.copy_from_slice(&row[q_row + kv_row..]);
+            let mut row = qkv[token * width..][..q_row + 2 * kv_row].to_vec();
+            for (x, b) in row.iter_mut().zip(bias.unwrap_or_default()) {
+                *x += *b;
+            }
+            v.iter_mut().zip(&row[q_row + kv_row..]).for_each(|(v, x)| *v = x.bf16());
             let mut rstd = Vec::with_capacity(normed);
             for h in 0..normed {
                 let mut head = row[h * d..][..d].to_vec();

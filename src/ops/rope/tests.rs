@@ -16,7 +16,29 @@ fn forward(head_dim: usize, rotary_dim: usize, qk_norm: Option<f64>) -> QkvRopeF
         scaling: None,
         zero_centered: false,
         gated: false,
+        bias: false,
     }
+}
+
+/// A bias is added before the rotation, to v too: the same as on qkv itself.
+#[test]
+fn a_bias_is_added_to_every_row() {
+    let plain = forward(16, 8, None);
+    let fwd = QkvRopeFwd { bias: true, ..plain.clone() };
+    let v = inputs(&fwd, 5);
+    check_f32_against_f64(&fwd, &v);
+    let (with, width) = (run_f64(&fwd, &v), v[1].len());
+    let sum = v[0].iter().enumerate().map(|(i, x)| x + v[1][i % width]).collect();
+    let want = run_f64(&plain, &[sum, vec![], vec![], vec![]]);
+    assert_eq!(with[2..], want[1..]);
+    // Its gradient is the column sum of that of qkv.
+    let douts: Vec<Vec<f64>> = (2..5).map(|i| normals(with[i].len(), 50 + i as u32, 1.0)).collect();
+    let outs: Vec<(usize, &[f64])> = douts.iter().enumerate().map(|(i, d)| (2 + i, d.as_slice())).collect();
+    let mut b = douts.clone();
+    b.push(vec![]);
+    let dqkv = &run_f64(&backward(&plain), &b)[3];
+    let dbias: Vec<f64> = (0..width).map(|c| dqkv.iter().skip(c).step_by(width).sum()).collect();
+    check_op_gradient(&fwd, &v, &outs, 1, &dbias);
 }
 
 fn backward(f: &QkvRopeFwd) -> QkvRopeBwd {
