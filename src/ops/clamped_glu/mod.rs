@@ -10,6 +10,7 @@
 mod tests;
 
 use super::bias::experts_of_rows;
+use super::support::sigmoid;
 use super::swiglu::{row_blocks, sample_bf16, sample_routed, used_rows};
 use super::{ArgSpec, CpuArgs, Op, Real, Sample, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
@@ -167,10 +168,6 @@ impl<T: Real> Inputs<'_, T> {
     fn prob(&self, row: usize) -> T {
         self.probs.map_or(T::of(1.0), |p| p[row])
     }
-}
-
-fn sigmoid<T: Real>(x: T) -> T {
-    T::of(1.0) / (T::of(1.0) + (-x).exp())
 }
 
 impl ClampedGluFwd {
