@@ -16,8 +16,9 @@ use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
-use crate::device::host::{HostCosts, Pacer};
+use crate::device::host::{HostCosts, Pacer, Watch};
 use crate::device::inject::{Inject, Kind, lasting};
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
 use std::rc::Rc;
@@ -219,6 +220,15 @@ impl CudaExecutor {
         }
         slot.done.record(main)?;
         Ok([issued, waited, pacer.spun()])
+    }
+
+    /// A step, waited for, without the gathering of results, which is ours and not the step's.
+    fn lone_step(&self, arm: Arm, watch: Option<&mut dyn Watch>) -> Result<(), DeviceError> {
+        let side = self.side(arm)?;
+        let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
+        let mut pacer = Pacer::off().watched(watch);
+        side.ready.step(&self.lanes, graphs, &mut Duration::default(), &mut pacer)?;
+        self.session.context.synchronize()
     }
 
     /// A wrong result on demand: other bits in a buffer that the equality check hashes.
@@ -477,16 +487,18 @@ impl Executor for CudaExecutor {
     }
 
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {
-        let session = self.session.clone();
-        let step = || {
-            // Without the gathering of results, which is ours and not the step's.
-            let side = self.side(arm)?;
-            let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
-            let mut waited = Duration::ZERO;
-            side.ready.step(&self.lanes, graphs, &mut waited, &mut Pacer::off())?;
-            session.context.synchronize()
-        };
-        busy::record(|| step().map_err(|e: DeviceError| e.to_string())).map(|(ms, _)| ms)
+        let records = busy::record(false, || self.lone_step(arm, None).map_err(|e| e.to_string()))?;
+        Ok(Recorded { records, ..Recorded::default() }.busy_ns() as f64 / 1e6)
+    }
+
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        // The first step under a profiler that has just come is slow in places.
+        busy::record(true, || self.lone_step(arm, None).map_err(|e| e.to_string()))?;
+        let mut numbered = busy::Numbered::default();
+        let step = || self.lone_step(arm, Some(&mut numbered)).map_err(|e| e.to_string());
+        let records = busy::record(true, step)?;
+        let expected = self.side(arm).map_err(|e| e.to_string())?.ready.expected();
+        Ok(Recorded { calls: numbered.calls, expected, records, recorder: "CUPTI" })
     }
 }
 

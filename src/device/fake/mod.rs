@@ -8,6 +8,7 @@ pub use inject::Injected;
 pub use times::{Noise, Times};
 
 use crate::device::host::HostCosts;
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -27,6 +28,7 @@ pub enum Call {
     Destroy,
     Digest,
     Busy(Arm),
+    Profile(Arm),
 }
 
 /// The calls so far; can be kept when the executor is gone.
@@ -34,6 +36,7 @@ pub type Calls = Arc<Mutex<Vec<Call>>>;
 
 type LossOf = Box<dyn Fn(Arm, usize) -> Option<f32>>;
 type DigestOf = Box<dyn Fn(Arm) -> Vec<(String, u64)>>;
+type ProfileOf = Box<dyn Fn(Arm) -> Result<Recorded, String>>;
 
 /// Builder of a [`FakeExecutor`].
 pub struct Script {
@@ -44,6 +47,7 @@ pub struct Script {
     digest: DigestOf,
     health: Health,
     busy_ms: Option<f64>,
+    profile: Option<ProfileOf>,
     log: bool,
 }
 
@@ -77,6 +81,11 @@ impl Script {
     }
     pub fn busy_ms(mut self, busy_ms: f64) -> Self {
         self.busy_ms = Some(busy_ms);
+        self
+    }
+    /// What the profiling pass records.
+    pub fn profile(mut self, profile: impl Fn(Arm) -> Result<Recorded, String> + 'static) -> Self {
+        self.profile = Some(Box::new(profile));
         self
     }
     /// Keeps no log of calls, for long simulations.
@@ -138,6 +147,7 @@ impl FakeExecutor {
             digest: Box::new(|_| vec![("weight".into(), 1), ("grad".into(), 2)]),
             health: Health::default(),
             busy_ms: None,
+            profile: None,
             log: true,
         }
     }
@@ -283,5 +293,13 @@ impl Executor for FakeExecutor {
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {
         self.log(Call::Busy(arm));
         self.script.busy_ms.ok_or_else(|| "the fake device has no profiler".into())
+    }
+
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        self.log(Call::Profile(arm));
+        self.script.profile.as_ref().map_or_else(
+            || Err("the fake device has no profiler".into()),
+            |profile| profile(arm),
+        )
     }
 }
