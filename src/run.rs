@@ -17,6 +17,7 @@ use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
 use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
+use crate::profile::Profile;
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::xlsx::Book;
@@ -32,6 +33,7 @@ use std::sync::{Arc, Mutex};
 
 mod beside;
 mod dropped;
+mod profile;
 mod scopes;
 
 use beside::{extrapolation, side_points, watchdog};
@@ -44,6 +46,9 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     if args.variant.list_config_variants {
         return list_variants(&catalogue, args);
+    }
+    if !args.general.dryrun {
+        profile::check(args)?;
     }
     if args.mbperf.sweep {
         let interrupt = interrupt_flag()?;
@@ -98,6 +103,7 @@ fn one(
     );
     let mut writer = Writer::open_in(&target, args.mbperf.csv_dialect)?;
     book.into_iter().for_each(|b| writer.keep(b.clone()));
+    profile::prepare(args, &mut writer)?;
     save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
@@ -144,8 +150,9 @@ fn one(
             told.clone_from(&facts);
         }
         // A profiler is heard by every later launch of the process.
-        options.busy =
-            on_gpu && !args.mbperf.no_samplers && !args.mbperf.no_profile && repetition == args.mbperf.repeat;
+        let last = !args.mbperf.no_profile && repetition == args.mbperf.repeat;
+        options.busy = on_gpu && !args.mbperf.no_samplers && last;
+        options.profile = args.mbperf.profile && last;
         writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
         let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
         let outcome = measure::run(&mut executor, &options, hooks);
@@ -161,7 +168,10 @@ fn one(
         let rows = Row::of_outcome(&facts, &outcome, &reason);
         writer.rows(&rows)?;
         writer.blocks(&outcome.blocks)?;
-        let own = conclude(args, &rows, &outcome, &reason, &writer)?;
+        let profiles = profile::profiles(&plan, &outcome);
+        let own = conclude(args, &rows, &profiles, &outcome, &reason, &writer)?;
+        code = if code == 0 { own } else { code };
+        let own = profile::conclude(args, &profiles, &outcome, &facts, &mut writer)?;
         code = if code == 0 { own } else { code };
         let interrupted = matches!(outcome.status, Status::Interrupted);
         outcomes.push(outcome);
@@ -224,13 +234,18 @@ fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
 fn conclude(
     args: &Args,
     rows: &[Row],
+    profiles: &[Profile],
     outcome: &measure::Outcome,
     reason: &str,
     writer: &Writer,
 ) -> anyhow::Result<u8> {
     if args.mbperf.format == Format::Json {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
-        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
+        let mut said = json!({ "rows": rows });
+        if !profiles.is_empty() {
+            said["profiles"] = profiles.iter().map(crate::profile::json).collect();
+        }
+        writeln!(std::io::stdout().lock(), "{said}")?;
     } else {
         say(args, summary::render(rows).trim_end());
     }
@@ -344,6 +359,7 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
             crate::args::Arm::Graph => Arm::Graph,
         }),
         busy: on_gpu && !own.no_samplers,
+        profile: own.profile,
         host_costs: None,
         samplers: !own.no_samplers,
         block_steps: own.block_steps.map(|n| n as usize),

@@ -20,6 +20,7 @@ pub use outcome::{ArmResult, Outcome, Status, StepRecord, exit_code};
 pub use progress::{Hooks, Progress, Silent, StepSink, Update};
 pub use verdict::{MIN_PAIRS, Verdict};
 
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, Executor, GraphCost, Phase};
 use outcome::{Equality, FinalCheck, Pacing, Stopped, split, summarise_health};
 use session::{Session, Stop};
@@ -35,6 +36,7 @@ struct Found {
     timed_ms: f64,
     final_check: Option<FinalCheck>,
     busy: Vec<Result<f64, String>>,
+    profiles: Vec<(Arm, Result<Recorded, String>)>,
     memory_used_mib: Option<f64>,
 }
 
@@ -71,11 +73,22 @@ fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Resul
         });
     }
     found.timed_ms = session.executor.now_ms() - begun;
-    if options.busy {
+    if options.busy || options.profile {
         session.hooks.progress.stage("profiling pass");
+    }
+    if options.busy {
+        // Before the records of single kernels, which slow the host down further.
         for arm in options.sides() {
             session.check_interrupt()?;
             found.busy.push(session.executor.busy_ms(arm));
+        }
+    }
+    if options.profile {
+        let mut arms = options.sides();
+        arms.dedup();
+        for arm in arms {
+            session.check_interrupt()?;
+            found.profiles.push((arm, session.executor.profile(arm)));
         }
     }
     Ok(())
@@ -219,6 +232,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         break_even_steps,
         blocks: std::mem::take(&mut session.blocks),
         steps: std::mem::take(&mut session.steps),
+        profiles: found.profiles,
         notices,
     }
 }

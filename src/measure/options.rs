@@ -27,6 +27,8 @@ pub struct Options {
     pub aa: Option<Arm>,
     /// Take device-busy times in a profiling pass at the end; only the last measurement of a process may.
     pub busy: bool,
+    /// Record one step of each arm kernel by kernel in that pass, [`Outcome::profiles`](super::Outcome::profiles).
+    pub profile: bool,
     /// `--host_model`: host times for blocks of their own after the bare ones.
     pub host_costs: Option<HostCosts>,
     /// Reads clocks, power and neighbours once a block. Off to see what that costs (`--no_samplers`).
@@ -79,6 +81,7 @@ impl Default for Options {
             graph: true,
             aa: None,
             busy: true,
+            profile: false,
             host_costs: None,
             samplers: true,
             block_steps: None,
