@@ -33,6 +33,7 @@ use std::sync::{Arc, Mutex};
 
 mod beside;
 mod dropped;
+mod in_turn;
 mod profile;
 mod scopes;
 
@@ -127,16 +128,18 @@ fn one(
         Ok(points) => points,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    let device = open_device(&plan, args, on_gpu, faults, beat);
-    let mut executor = match device {
-        Ok(executor) => executor,
+    let mut executor = match open_device(&plan, args, on_gpu, faults, beat.clone()) {
+        Ok(executor) => Ok(executor),
+        Err(error) if in_turn::worth_a_try(args, &plan, &error) => Err(error),
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    let info = executor.info();
-    info.notices.iter().for_each(|n| say(args, n));
-    add_device(&mut facts, &info);
-    if let Some(dir) = &args.mbperf.dump {
-        dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
+    if let Ok(executor) = &mut executor {
+        let info = executor.info();
+        info.notices.iter().for_each(|n| say(args, n));
+        add_device(&mut facts, &info);
+        if let Some(dir) = &args.mbperf.dump {
+            dump::dump(dir, &resolved.config, &plan.eager.program, executor)?;
+        }
     }
     let mut code = 0;
     let mut outcomes = Vec::new();
@@ -153,19 +156,50 @@ fn one(
         let last = !args.mbperf.no_profile && repetition == args.mbperf.repeat;
         options.busy = on_gpu && !args.mbperf.no_samplers && last;
         options.profile = args.mbperf.profile && last;
-        writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
-        let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
-        let outcome = measure::run(&mut executor, &options, hooks);
-        if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, &mut executor) {
-            (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
+        let mut outcome = None;
+        if let Ok(executor) = &mut executor {
+            writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+            let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+            outcome = Some(measure::run(executor, &options, hooks));
+            if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, executor) {
+                (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
+            }
         }
+        if outcome.as_ref().is_none_or(|o| in_turn::failed_so(args, &plan, o)) {
+            say(args, "the arms do not fit in memory together: each is tried alone");
+            // Both go before one is opened anew; what was run so far keeps its own id.
+            if let Ok(both) = std::mem::replace(&mut executor, Err(DeviceError::internal("no device is open"))) {
+                drop(both);
+                facts.run_id = run_id::new();
+            }
+            writer.begin_run(&facts.run_id, &run_line(&resolved, &DeviceInfo::default(), &facts))?;
+            let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+            if let Some((found, info)) = in_turn::measure(args, &plan, on_gpu, &beat, &options, hooks) {
+                add_device(&mut facts, &info);
+                outcome = Some(found);
+            }
+        }
+        let outcome = match (outcome, &mut executor) {
+            (Some(outcome), _) => outcome,
+            (None, Err(error)) => {
+                let error = std::mem::replace(error, DeviceError::internal("told already"));
+                return failed_before_steps(&facts, &options, &mut writer, error);
+            }
+            (None, Ok(_)) => return Err(DeviceError::internal("a run without an outcome").into()),
+        };
         facts.extrapolation =
             extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
         let reason = match &outcome.status {
             Status::Failed(failure) => failure.to_string(),
             Status::Ok | Status::Interrupted => String::new(),
         };
-        let rows = Row::of_outcome(&facts, &outcome, &reason);
+        let rows = match outcome.status {
+            // Timed in turn, and it failed before the second arm.
+            Status::Failed(_) if outcome.in_turn && outcome.arms.len() < options.sides().len() => {
+                Row::without_outcome(&facts, &options, "failed", &reason)
+            }
+            _ => Row::of_outcome(&facts, &outcome, &reason),
+        };
         writer.rows(&rows)?;
         writer.blocks(&outcome.blocks)?;
         let profiles = profile::profiles(&plan, &outcome);
@@ -358,6 +392,7 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
             crate::args::Arm::Eager => Arm::Eager,
             crate::args::Arm::Graph => Arm::Graph,
         }),
+        alone: None,
         busy: on_gpu && !own.no_samplers,
         profile: own.profile,
         host_costs: None,
@@ -509,6 +544,7 @@ fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
         tokens_padded: routed.filter(|_| dropless).map(|_| 0),
         tokens_dropped: routed.filter(|_| dropless).map(|_| 0),
         host_model: "bare".into(),
+        captured_fraction: plan.graph.is_some().then(|| scopes::captured(plan).1),
         mbperf_version: env!("CARGO_PKG_VERSION").into(),
         git_commit: option_env!("MBPERF_GIT_COMMIT").map(Into::into),
         git_dirty: option_env!("MBPERF_GIT_DIRTY").and_then(|d| d.parse().ok()),

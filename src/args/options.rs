@@ -332,6 +332,9 @@ pub struct Mbperf {
     /// No profiler in this run: others follow it in the process.
     #[arg(skip)]
     pub no_profile: bool,
+    /// Arms that do not fit in memory together are timed one after the other: of a sweep.
+    #[arg(skip)]
+    pub in_turn: bool,
     /// Do not run again what is in the output file already: the same configuration, every row ok
     #[arg(long)]
     pub resume: bool,

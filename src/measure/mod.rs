@@ -4,6 +4,7 @@
 
 mod blocks;
 mod equality;
+mod in_turn;
 mod long;
 pub mod options;
 pub mod outcome;
@@ -15,6 +16,7 @@ pub mod verdict;
 #[cfg(test)]
 mod tests;
 
+pub use in_turn::in_turn;
 pub use options::Options;
 pub use outcome::{ArmResult, Outcome, Status, StepRecord, exit_code};
 pub use progress::{Hooks, Progress, Silent, StepSink, Update};
@@ -38,11 +40,22 @@ struct Found {
     busy: Vec<Result<f64, String>>,
     profiles: Vec<(Arm, Result<Recorded, String>)>,
     memory_used_mib: Option<f64>,
+    /// What the only side left before timing.
+    left: Option<equality::Trace>,
 }
 
 /// Measures one program. Graphs are destroyed when it returns, however it ends; how it ended is in
 /// [`Outcome::status`]. `options` must have passed [`Options::check`].
 pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'a>) -> Outcome {
+    traced(executor, options, hooks).0
+}
+
+/// [`run`], and what the only side left before timing.
+fn traced<'a>(
+    executor: &'a mut dyn Executor,
+    options: &Options,
+    hooks: Hooks<'a>,
+) -> (Outcome, Option<equality::Trace>) {
     let mut session = Session::new(executor, hooks, options.samplers);
     let mut found = Found::default();
     let run = measure(&mut session, options, &mut found);
@@ -52,13 +65,15 @@ pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'
         Err(Stop::Interrupted) => Status::Interrupted,
         Err(Stop::Failed(failure)) => Status::Failed(failure),
     };
-    conclude(session, options, found, status)
+    let left = found.left.take();
+    (conclude(session, options, found, status), left)
 }
 
 fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Result<(), Stop> {
     options.check().map_err(DeviceError::internal)?;
     let proof = equality::check(session, options, &mut found.cost)?;
     found.equality = proof.equality.clone();
+    found.left = options.alone.is_some().then(|| proof.eager.clone());
     found.first_replay_ms = proof.first_replay_ms;
     let again = equality::final_ms(options, &proof);
     let begun = session.executor.now_ms();
@@ -233,6 +248,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         blocks: std::mem::take(&mut session.blocks),
         steps: std::mem::take(&mut session.steps),
         profiles: found.profiles,
+        in_turn: false,
         notices,
     }
 }

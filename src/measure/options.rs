@@ -25,6 +25,8 @@ pub struct Options {
     pub graph: bool,
     /// `--aa`: an arm against itself.
     pub aa: Option<Arm>,
+    /// One arm of two, where they do not fit in memory together ([`super::in_turn`]).
+    pub alone: Option<Arm>,
     /// Take device-busy times in a profiling pass at the end; only the last measurement of a process may.
     pub busy: bool,
     /// Record one step of each arm kernel by kernel in that pass, [`Outcome::profiles`](super::Outcome::profiles).
@@ -80,6 +82,7 @@ impl Default for Options {
             max_steps: None,
             graph: true,
             aa: None,
+            alone: None,
             busy: true,
             profile: false,
             host_costs: None,
@@ -108,6 +111,7 @@ impl Options {
     /// The arm on each side of the comparison; one side when there is nothing to compare.
     pub fn sides(&self) -> Vec<Arm> {
         match self.aa {
+            _ if self.alone.is_some() => self.alone.into_iter().collect(),
             Some(arm) => vec![arm, arm],
             None if self.graph => vec![Arm::Eager, Arm::Graph],
             None => vec![Arm::Eager],
@@ -116,7 +120,7 @@ impl Options {
 
     /// Whether graphs are captured.
     pub fn captures(&self) -> bool {
-        self.graph && self.aa != Some(Arm::Eager)
+        self.graph && self.aa != Some(Arm::Eager) && self.alone != Some(Arm::Eager)
     }
 
     /// Steps that equality needs if there is room for them.

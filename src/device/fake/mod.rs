@@ -36,6 +36,14 @@ pub type Calls = Arc<Mutex<Vec<Call>>>;
 
 type LossOf = Box<dyn Fn(Arm, usize) -> Option<f32>>;
 type DigestOf = Box<dyn Fn(Arm) -> Vec<(String, u64)>>;
+/// A device's memory, and what lies in it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct FakeMemory {
+    size_mib: f64,
+    held_mib: f64,
+    graphs_mib: f64,
+}
+
 type ProfileOf = Box<dyn Fn(Arm) -> Result<Recorded, String>>;
 
 /// Builder of a [`FakeExecutor`].
@@ -48,6 +56,7 @@ pub struct Script {
     health: Health,
     busy_ms: Option<f64>,
     profile: Option<ProfileOf>,
+    memory: Option<FakeMemory>,
     log: bool,
 }
 
@@ -86,6 +95,11 @@ impl Script {
     /// What the profiling pass records.
     pub fn profile(mut self, profile: impl Fn(Arm) -> Result<Recorded, String> + 'static) -> Self {
         self.profile = Some(Box::new(profile));
+        self
+    }
+    /// A memory of `size_mib` in which the arms hold `held_mib`; graphs take `graphs_mib` more.
+    pub fn memory(mut self, size_mib: f64, held_mib: f64, graphs_mib: f64) -> Self {
+        self.memory = Some(FakeMemory { size_mib, held_mib, graphs_mib });
         self
     }
     /// Keeps no log of calls, for long simulations.
@@ -148,6 +162,7 @@ impl FakeExecutor {
             health: Health::default(),
             busy_ms: None,
             profile: None,
+            memory: None,
             log: true,
         }
     }
@@ -232,6 +247,18 @@ impl Executor for FakeExecutor {
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         self.log(Call::Capture);
+        if let Some(memory) = self.script.memory {
+            let free_mib = memory.size_mib - memory.held_mib;
+            if memory.graphs_mib > free_mib {
+                return Err(DeviceError::OutOfMemory {
+                    phase: Phase::Instantiate,
+                    what: "the graphs".into(),
+                    need_mib: memory.graphs_mib,
+                    free_mib,
+                    remedy: "capture less".into(),
+                });
+            }
+        }
         self.captured = true;
         self.first_replay = true;
         self.clock_ms += COST_MS.0 + COST_MS.1 + COST_MS.2;
