@@ -168,7 +168,9 @@ fn one(
         if outcome.as_ref().is_none_or(|o| in_turn::failed_so(args, &plan, o)) {
             say(args, "the arms do not fit in memory together: each is tried alone");
             // Both go before one is opened anew; what was run so far keeps its own id.
-            if let Ok(both) = std::mem::replace(&mut executor, Err(DeviceError::internal("no device is open"))) {
+            if let Ok(both) =
+                std::mem::replace(&mut executor, Err(DeviceError::internal("no device is open")))
+            {
                 drop(both);
                 facts.run_id = run_id::new();
             }

@@ -321,8 +321,7 @@ mod tests {
             take((&raw const external).cast(), &mut found, &mut names);
         }
         assert_eq!(found.calls, HashMap::from([(11, 3)]));
-        let unit =
-            Unit { kind: Kind::Kernel, name: "_Z4gemmv".into(), grid: [1, 2, 3], block: [128, 1, 1] };
+        let unit = Unit { kind: Kind::Kernel, name: "_Z4gemmv".into(), grid: [1, 2, 3], block: [128, 1, 1] };
         assert_eq!(
             found.records,
             [Record { unit, start_ns: 5, end_ns: 9, stream: 7, correlation: 11, call: None, node: 1 << 40 }]

@@ -12,6 +12,7 @@ use super::kernels::KernelLaunch;
 use super::lanes::{self, Lanes};
 use super::libraries::{self, Library};
 use super::memory::{Memory, UTILITY, walk};
+use super::nvtx::{self, Nvtx};
 use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
@@ -52,6 +53,8 @@ struct Side {
     ready: Ready,
     /// `None`: the program reports nothing.
     results: Option<Results>,
+    /// Of the ranges that an attached profiler is told; `None`: there is none.
+    names: Option<nvtx::Names>,
 }
 
 /// Runs a [`RunPlan`] on one GPU. Fields are dropped in order: graphs before what they use, the device last.
@@ -75,6 +78,8 @@ pub struct CudaExecutor {
     /// Step whose results hold an injected fault.
     marred: Option<(u64, Kind)>,
     host: Option<HostCosts>,
+    /// A profiler that takes ranges.
+    nvtx: Option<Nvtx>,
     /// Issued at the end of each step, and its length in milliseconds.
     spin: Option<(KernelLaunch, f64)>,
     /// Free device memory before anything of ours but the context was there.
@@ -121,10 +126,17 @@ impl CudaExecutor {
             };
             let ready = Ready::prepare(context, &mut prep, &memory, arm, &mut cache)?;
             let results = gather(&session, &mut prep, &memory, &ready, results.address(), words)?;
-            Ok(Side { ready, results })
+            Ok(Side { ready, results, names: None })
         };
-        let eager = side(&plan.eager)?;
-        let graph = plan.graph.as_ref().map(&mut side).transpose()?;
+        let mut eager = side(&plan.eager)?;
+        let mut graph = plan.graph.as_ref().map(&mut side).transpose()?;
+        let nvtx = nvtx::attached();
+        if nvtx.is_some() {
+            eager.names = Some(nvtx::Names::new(Arm::Eager, &eager.ready.plan));
+            if let Some(graph) = &mut graph {
+                graph.names = Some(nvtx::Names::new(Arm::Graph, &graph.ready.plan));
+            }
+        }
         session.matmuls.borrow_mut().end_tuning();
         let gemm_plan_digest = session.matmuls.borrow().digest();
         let slot = || -> Result<Slot, DeviceError> {
@@ -152,6 +164,7 @@ impl CudaExecutor {
             inject,
             marred: None,
             host: None,
+            nvtx,
             spin: None,
             free_at_open,
             omit_launch: options.omit_launch,
@@ -201,7 +214,10 @@ impl CudaExecutor {
         let slot = &self.slots[at];
         let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
         let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
-        let mut pacer = Pacer::new(costs);
+        let mut nvtx = self.nvtx;
+        let sink = nvtx.as_mut().zip(side.names.as_ref());
+        let mut ranges = sink.map(|(sink, names)| nvtx::Ranges::new(names, sink));
+        let mut pacer = Pacer::new(costs).watched(ranges.as_mut().map(|r| r as &mut dyn Watch));
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
