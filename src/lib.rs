@@ -18,6 +18,7 @@ pub mod keys;
 pub mod measure;
 pub mod ops;
 pub mod overrides;
+pub mod profile;
 pub mod program;
 pub mod recipe;
 pub mod report;

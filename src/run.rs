@@ -17,6 +17,7 @@ use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
 use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
+use crate::profile::Profile;
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::xlsx::Book;
@@ -32,6 +33,8 @@ use std::sync::{Arc, Mutex};
 
 mod beside;
 mod dropped;
+mod in_turn;
+mod profile;
 mod scopes;
 
 use beside::{extrapolation, side_points, watchdog};
@@ -44,6 +47,9 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     if args.variant.list_config_variants {
         return list_variants(&catalogue, args);
+    }
+    if !args.general.dryrun {
+        profile::check(args)?;
     }
     if args.mbperf.sweep {
         let interrupt = interrupt_flag()?;
@@ -98,6 +104,7 @@ fn one(
     );
     let mut writer = Writer::open_in(&target, args.mbperf.csv_dialect)?;
     book.into_iter().for_each(|b| writer.keep(b.clone()));
+    profile::prepare(args, &mut writer)?;
     save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
@@ -121,16 +128,18 @@ fn one(
         Ok(points) => points,
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    let device = open_device(&plan, args, on_gpu, faults, beat);
-    let mut executor = match device {
-        Ok(executor) => executor,
+    let mut executor = match open_device(&plan, args, on_gpu, faults, beat.clone()) {
+        Ok(executor) => Ok(executor),
+        Err(error) if in_turn::worth_a_try(args, &plan, &error) => Err(error),
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
     };
-    let info = executor.info();
-    info.notices.iter().for_each(|n| say(args, n));
-    add_device(&mut facts, &info);
-    if let Some(dir) = &args.mbperf.dump {
-        dump::dump(dir, &resolved.config, &plan.eager.program, &mut executor)?;
+    if let Ok(executor) = &mut executor {
+        let info = executor.info();
+        info.notices.iter().for_each(|n| say(args, n));
+        add_device(&mut facts, &info);
+        if let Some(dir) = &args.mbperf.dump {
+            dump::dump(dir, &resolved.config, &plan.eager.program, executor)?;
+        }
     }
     let mut code = 0;
     let mut outcomes = Vec::new();
@@ -144,24 +153,61 @@ fn one(
             told.clone_from(&facts);
         }
         // A profiler is heard by every later launch of the process.
-        options.busy =
-            on_gpu && !args.mbperf.no_samplers && !args.mbperf.no_profile && repetition == args.mbperf.repeat;
-        writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
-        let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
-        let outcome = measure::run(&mut executor, &options, hooks);
-        if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, &mut executor) {
-            (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
+        let last = !args.mbperf.no_profile && repetition == args.mbperf.repeat;
+        options.busy = on_gpu && !args.mbperf.no_samplers && last;
+        options.profile = args.mbperf.profile && last;
+        let mut outcome = None;
+        if let Ok(executor) = &mut executor {
+            writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
+            let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+            outcome = Some(measure::run(executor, &options, hooks));
+            if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, executor) {
+                (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
+            }
         }
+        if outcome.as_ref().is_none_or(|o| in_turn::failed_so(args, &plan, o)) {
+            say(args, "the arms do not fit in memory together: each is tried alone");
+            // Both go before one is opened anew; what was run so far keeps its own id.
+            if let Ok(both) =
+                std::mem::replace(&mut executor, Err(DeviceError::internal("no device is open")))
+            {
+                drop(both);
+                facts.run_id = run_id::new();
+            }
+            writer.begin_run(&facts.run_id, &run_line(&resolved, &DeviceInfo::default(), &facts))?;
+            let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+            if let Some((found, info)) = in_turn::measure(args, &plan, on_gpu, &beat, &options, hooks) {
+                add_device(&mut facts, &info);
+                outcome = Some(found);
+            }
+        }
+        let outcome = match (outcome, &mut executor) {
+            (Some(outcome), _) => outcome,
+            (None, Err(error)) => {
+                let error = std::mem::replace(error, DeviceError::internal("told already"));
+                return failed_before_steps(&facts, &options, &mut writer, error);
+            }
+            (None, Ok(_)) => return Err(DeviceError::internal("a run without an outcome").into()),
+        };
         facts.extrapolation =
             extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
         let reason = match &outcome.status {
             Status::Failed(failure) => failure.to_string(),
             Status::Ok | Status::Interrupted => String::new(),
         };
-        let rows = Row::of_outcome(&facts, &outcome, &reason);
+        let rows = match outcome.status {
+            // Timed in turn, and it failed before the second arm.
+            Status::Failed(_) if outcome.in_turn && outcome.arms.len() < options.sides().len() => {
+                Row::without_outcome(&facts, &options, "failed", &reason)
+            }
+            _ => Row::of_outcome(&facts, &outcome, &reason),
+        };
         writer.rows(&rows)?;
         writer.blocks(&outcome.blocks)?;
-        let own = conclude(args, &rows, &outcome, &reason, &writer)?;
+        let profiles = profile::profiles(&plan, &outcome);
+        let own = conclude(args, &rows, &profiles, &outcome, &reason, &writer)?;
+        code = if code == 0 { own } else { code };
+        let own = profile::conclude(args, &profiles, &outcome, &facts, &mut writer)?;
         code = if code == 0 { own } else { code };
         let interrupted = matches!(outcome.status, Status::Interrupted);
         outcomes.push(outcome);
@@ -224,13 +270,18 @@ fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
 fn conclude(
     args: &Args,
     rows: &[Row],
+    profiles: &[Profile],
     outcome: &measure::Outcome,
     reason: &str,
     writer: &Writer,
 ) -> anyhow::Result<u8> {
     if args.mbperf.format == Format::Json {
         let rows: Vec<Value> = rows.iter().map(crate::report::columns::json).collect();
-        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": rows }))?;
+        let mut said = json!({ "rows": rows });
+        if !profiles.is_empty() {
+            said["profiles"] = profiles.iter().map(crate::profile::json).collect();
+        }
+        writeln!(std::io::stdout().lock(), "{said}")?;
     } else {
         say(args, summary::render(rows).trim_end());
     }
@@ -343,7 +394,9 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
             crate::args::Arm::Eager => Arm::Eager,
             crate::args::Arm::Graph => Arm::Graph,
         }),
+        alone: None,
         busy: on_gpu && !own.no_samplers,
+        profile: own.profile,
         host_costs: None,
         samplers: !own.no_samplers,
         block_steps: own.block_steps.map(|n| n as usize),
@@ -493,6 +546,7 @@ fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
         tokens_padded: routed.filter(|_| dropless).map(|_| 0),
         tokens_dropped: routed.filter(|_| dropless).map(|_| 0),
         host_model: "bare".into(),
+        captured_fraction: plan.graph.is_some().then(|| scopes::captured(plan).1),
         mbperf_version: env!("CARGO_PKG_VERSION").into(),
         git_commit: option_env!("MBPERF_GIT_COMMIT").map(Into::into),
         git_dirty: option_env!("MBPERF_GIT_DIRTY").and_then(|d| d.parse().ok()),

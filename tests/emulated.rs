@@ -110,3 +110,76 @@ fn broken_kernels_are_found() {
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
     assert!(said(&out).contains("past the end of an allocation"), "{}", said(&out));
 }
+
+/// A profiler's ranges are the profile's names: step, layer, part; without one nothing is opened.
+#[test]
+fn an_attached_profiler_is_told_of_ranges() {
+    let Some(libraries) = libraries() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("ranges.txt");
+    let tool = libraries.join("libmbperf_nvtx.so");
+    let variables =
+        [("NVTX_INJECTION64_PATH", tool.to_str().unwrap()), ("MBPERF_NVTX_LOG", log.to_str().unwrap())];
+    let out = mbperf(libraries, RUN, &variables);
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+    let ranges = std::fs::read_to_string(&log).unwrap();
+    let lines: Vec<&str> = ranges.lines().collect();
+    let steps: Vec<&&str> = lines.iter().filter(|l| !l.starts_with(' ')).collect();
+    assert!(steps.contains(&&"eager step") && steps.contains(&&"graph step"), "{steps:?}");
+    assert!(steps.iter().all(|s| **s == "eager step" || **s == "graph step"));
+    for name in [" layer 1 forward, micro-batch 0", "  attn", "  mlp", "  graph attn", " optimizer"] {
+        assert!(lines.contains(&name), "{name:?} is not among\n{}", lines[..40.min(lines.len())].join("\n"));
+    }
+    // A tool that cannot be opened is none.
+    let out = mbperf(libraries, RUN, &[("NVTX_INJECTION64_PATH", "/nonexistent/tool.so")]);
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+}
+
+#[test]
+fn without_cupti_there_is_no_profile_and_one_line_says_why() {
+    let Some(libraries) = libraries() else { return };
+    let out = mbperf(libraries, &format!("{RUN} --profile"), &[]);
+    assert_eq!(out.status.code(), Some(3), "{}", said(&out));
+    let lines: Vec<String> = said(&out).lines().map(String::from).collect();
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].contains("no profile") && lines[0].contains("CUPTI"), "{lines:?}");
+}
+
+/// An emulated CUPTI records what the emulated driver ran: every record finds its launch, by numbered calls and graph
+/// nodes, in both arms.
+#[test]
+fn a_profile_matches_every_kernel() {
+    let Some(libraries) = libraries() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for (more, variables) in [
+        ("", vec![]),
+        ("--cuda_graph_impl local --cuda_graph_scope full_iteration", vec![]),
+        // Without numbers, by the order of the driver's calls.
+        ("", vec![("MBPERF_EMULATED_CUPTI", "plain")]),
+    ] {
+        let path = format!("{0}:{0}/cupti", libraries.display());
+        let file = folder.path().join("x.csv");
+        let line = format!("{} {more} --profile -o {}", RUN.trim_end_matches(" -o -"), file.display());
+        let mut variables = variables;
+        variables.push(("LD_LIBRARY_PATH", path.as_str()));
+        let out = mbperf(libraries, &line, &variables);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(0), "{text}");
+        assert_eq!(text.matches("recorded names are the launch list's").count(), 2, "{text}");
+        assert!(!text.contains("unattributed") && !text.contains("off the busy time"), "{text}");
+        let trace = std::fs::read_to_string(folder.path().join("x.trace.json")).unwrap();
+        let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+        let slices: Vec<_> =
+            trace["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X").collect();
+        for arm in [1, 2] {
+            let of =
+                |part: &str| slices.iter().filter(|s| s["pid"] == arm && s["args"]["part"] == part).count();
+            assert!(of("attn") > 0 && of("mlp") > 0 && of("optimizer") > 0, "{text}");
+        }
+        assert!(slices.iter().any(|s| s["pid"] == 2 && s["args"]["graph"] == true));
+        assert!(slices.iter().all(|s| s["pid"] == 2 || s["args"]["graph"] == false));
+        let rows = records(&std::fs::read(&file).unwrap());
+        let last = rows.len() - 2;
+        assert!(!cell(&rows, last, "device_busy_ms").is_empty());
+    }
+}

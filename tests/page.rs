@@ -263,6 +263,87 @@ fn a_sweep_has_a_frontier_and_files_stand_side_by_side() {
     assert!(both.table("gain").iter().any(|r| r[0].ends_with(", sweep")));
 }
 
+/// A file of three scopes as a sweep leaves them, the narrowest last.
+fn swept() -> Results {
+    let of = |id: &str, scope: &str, captured: &str, speedup: f64, memory: &str| {
+        let rows = Results::default().run(id, 100.0, speedup, 0.002);
+        let rows = rows.with("cuda_graph_scope", scope).with("captured_fraction", captured);
+        rows.with("graph_memory_mib", memory).with("verdict", "faster").with("margin", "0.01")
+    };
+    of("r3", "attn+mlp", "0.8", 1.105, "300")
+        .and(of("r2", "attn", "0.4", 1.1, "120"))
+        .and(of("r1", "mlp", "0.3", 1.02, "80"))
+}
+
+#[test]
+fn a_sweeps_recommendation_stands_on_the_page_in_the_sweeps_words() {
+    use mbperf::report::recommend::{Tried, render};
+    let dir = tempdir().unwrap();
+    let modelled = |results: Results| {
+        let at = [
+            ("speedup_modelled", "1.5"),
+            ("speedup_modelled_ci95_low", "1.49"),
+            ("speedup_modelled_ci95_high", "1.51"),
+        ];
+        // The widest gains more where the host is slow.
+        at.into_iter()
+            .fold(results, |r, (column, cell)| r.with_row(0, column, cell).with_row(1, column, cell))
+    };
+    let failed = swept().with_row(4, "status", "failed").with_row(5, "status", "failed");
+    let failed = failed.with_row(5, "status_reason", "out of memory: 3 MiB").with_row(5, "speedup", "");
+    for (results, wanted) in [
+        (
+            swept(),
+            "Recommended: attn, the narrowest scope that no wider one beats by more than 1 %; its graphs take 120 MiB",
+        ),
+        (modelled(swept()), "With the modelled host time: attn,mlp, the narrowest scope"),
+        (failed, "Recommended: attn, "),
+    ] {
+        let path = results.save(dir.path(), "x.csv");
+        let page = page(dir.path(), "x.csv");
+        page.needs_nothing();
+        // The terminal's text, made from the same file's graph rows, narrowest first.
+        let mut rows = rows(&path);
+        rows.retain(|r| r["arm"] == "graph");
+        rows.reverse();
+        let tried: Vec<Tried> = rows.iter().map(|r| Tried::of_cells(&|c: &str| r[c].clone())).collect();
+        let said = render(&tried, 0.01);
+        assert!(said.contains(wanted), "{said}");
+        for line in
+            said.lines().filter(|l| l.starts_with("Recommended") || l.starts_with("With the modelled"))
+        {
+            assert_eq!(
+                page.html.matches(&format!("<b>{line}</b>")).count(),
+                2,
+                "{line}: at the top and with its table"
+            );
+        }
+        let table = page.table("sweep_scopes");
+        let words = |line: &str| {
+            line.split("  ").map(|c| c.trim().to_owned()).filter(|c| !c.is_empty()).collect::<Vec<_>>()
+        };
+        let lines: Vec<Vec<String>> = said.lines().skip(1).take(3).map(words).collect();
+        assert_eq!(table, lines);
+        for failure in said.lines().filter(|l| l.contains("out of memory")) {
+            assert!(page.html.contains(failure), "{failure}");
+        }
+    }
+    // One scope is no sweep.
+    Results::one().save(dir.path(), "one.csv");
+    assert!(!page(dir.path(), "one.csv").html.contains("Recommended"));
+}
+
+#[test]
+fn steps_of_the_final_check_are_in_no_statistic() {
+    let dir = tempdir().unwrap();
+    Results::one().save(dir.path(), "x.csv");
+    let steps = steps_file("base-1", 60) + "base-1,60,a,eager,,final_check,sync,1,0,0,4,5.5,,\r\n";
+    fs::write(dir.path().join("x.steps.csv"), steps).unwrap();
+    let table = page(dir.path(), "x.csv").table("steps");
+    let line = table.iter().find(|l| l[1].starts_with("final check")).unwrap();
+    assert_eq!((line[3].as_str(), line[7].as_str()), ("1", "no"));
+}
+
 #[test]
 fn a_profile_beside_the_rows_is_drawn() {
     let dir = tempdir().unwrap();

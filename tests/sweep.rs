@@ -3,6 +3,8 @@
 
 #[path = "common/binary.rs"]
 mod binary;
+#[path = "common/pages.rs"]
+mod pages;
 
 use binary::{cell, records, run, text};
 use tempfile::tempdir;
@@ -93,4 +95,25 @@ fn options_that_choose_a_scope_are_refused() {
         assert!(text(&output.stderr).contains("--sweep"), "{option}");
         assert!(!dir.path().join("x.csv").exists());
     }
+}
+
+#[test]
+fn the_page_says_what_the_sweep_said() {
+    let dir = tempdir().unwrap();
+    let line =
+        format!("{LLAMA} --device cpu -ms 6 --num_layers 1 -sl 16 --vocab_size 64 -cp 1 --sweep -o x.csv");
+    let output = run(dir.path(), &line);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let said = text(&output.stderr);
+    let page = pages::page(dir.path(), "x.csv");
+    page.needs_nothing();
+    let table = page.table("sweep_scopes");
+    assert_eq!(table.len(), 4);
+    let lines: Vec<Vec<&str>> =
+        said.lines().map(|l| l.split("  ").map(str::trim).filter(|c| !c.is_empty()).collect()).collect();
+    for row in &table {
+        assert!(lines.contains(&row.iter().map(String::as_str).collect()), "{row:?}\n{said}");
+    }
+    let recommended = said.lines().find(|l| l.starts_with("Recommended: ")).unwrap();
+    assert!(page.html.contains(&format!("<b>{recommended}</b>")), "{recommended}");
 }

@@ -325,9 +325,16 @@ pub struct Mbperf {
     /// Run every legal scope worth trying, narrowest first, and recommend one
     #[arg(long)]
     pub sweep: bool,
+    /// Also record one step of each arm: device time by part and kernel, as a table, <name>.profile.csv and
+    /// <name>.trace.json (for Perfetto)
+    #[arg(long)]
+    pub profile: bool,
     /// No profiler in this run: others follow it in the process.
     #[arg(skip)]
     pub no_profile: bool,
+    /// Arms that do not fit in memory together are timed one after the other: of a sweep.
+    #[arg(skip)]
+    pub in_turn: bool,
     /// Do not run again what is in the output file already: the same configuration, every row ok
     #[arg(long)]
     pub resume: bool,

@@ -14,6 +14,7 @@ mod staging;
 mod tests;
 
 use crate::config::{Graph, GraphImpl, Scope};
+use crate::device::Arm;
 use crate::program::memory::{self, MemoryPlan};
 use crate::program::{Part, Pass, Program};
 use std::collections::HashMap;
@@ -59,6 +60,30 @@ pub struct RunPlan {
     pub graph: Option<ArmPlan>,
     /// Base of every random value.
     pub seed: u64,
+}
+
+impl RunPlan {
+    /// One arm alone on a device: nothing of the other's activations is allocated. The graph arm is then its own eager
+    /// arm too. `None`: there is no such arm.
+    pub fn alone(&self, arm: Arm) -> Option<Self> {
+        let Self { eager, graph, seed } = self;
+        match arm {
+            Arm::Eager => Some(Self { eager: eager.clone(), graph: None, seed: *seed }),
+            Arm::Graph => {
+                let graph = graph.clone()?;
+                let launches = 0..graph.program.launches.len();
+                let segments = vec![Segment { launches, graph: None, label: "step".into() }];
+                let eager = ArmPlan { segments, ..graph.clone() };
+                Some(Self { eager, graph: Some(graph), seed: *seed })
+            }
+        }
+    }
+
+    /// Whether the graph arm needs less memory alone than beside the eager one. The arms share weights and state, and
+    /// the larger need of activations.
+    pub fn gains_alone(&self) -> bool {
+        self.graph.as_ref().is_some_and(|g| g.memory.arena_bytes < self.eager.memory.arena_bytes)
+    }
 }
 
 /// A program that cannot be cut as asked. Rules refuse such configurations earlier.

@@ -3,6 +3,7 @@
 
 use super::host::HostCosts;
 use super::inject::{Inject, Kind};
+use super::record::Recorded;
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::BufId;
 use std::sync::{Arc, Mutex};
@@ -196,6 +197,9 @@ impl Executor for Guarded {
     }
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {
         self.watched(&[], |e| e.busy_ms(arm))
+    }
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        self.watched(&[], |e| e.profile(arm))
     }
 }
 

@@ -5,6 +5,7 @@
 //! are spread over the group as a framework spreads them. Time that the group needs anyway (our own launches,
 //! waiting for counts) lies inside the model's figure and is not added to it.
 
+use super::record::Call;
 use super::{Arm, DeviceError};
 use crate::capture::ArmPlan;
 use std::time::{Duration, Instant};
@@ -66,17 +67,26 @@ impl ArmCosts {
     }
 }
 
-/// Spins while one step is issued. Without costs every call returns at once.
+/// Is told of every call of a step, in order: a profiler's ranges and marks.
+pub trait Watch: std::fmt::Debug {
+    fn begin(&mut self, call: Call);
+    fn end(&mut self, call: Call);
+}
+
+/// Spins while one step is issued, and tells a watcher. Without costs and watcher every call is one branch.
 #[derive(Debug)]
 pub struct Pacer<'a> {
+    /// Whether there is anything to do: the one thing that a launch looks at otherwise.
+    active: bool,
     costs: Option<&'a ArmCosts>,
+    watch: Option<&'a mut dyn Watch>,
     group: Instant,
     spun: Duration,
 }
 
 impl<'a> Pacer<'a> {
     pub fn new(costs: Option<&'a ArmCosts>) -> Self {
-        Self { costs, group: Instant::now(), spun: Duration::ZERO }
+        Self { active: costs.is_some(), costs, watch: None, group: Instant::now(), spun: Duration::ZERO }
     }
 
     /// Adds nothing.
@@ -84,30 +94,70 @@ impl<'a> Pacer<'a> {
         Self::new(None)
     }
 
+    /// Tells `watch` too.
+    pub fn watched(mut self, watch: Option<&'a mut dyn Watch>) -> Self {
+        self.active |= watch.is_some();
+        self.watch = watch;
+        self
+    }
+
     /// Before launch `i` is issued.
+    #[inline]
     pub fn before(&mut self, i: usize) {
-        if self.costs.and_then(|c| c.launches.get(i)).is_some_and(|p| p.begins) {
-            self.group = Instant::now();
+        if self.active {
+            self.begin(Call::Launch(i));
         }
     }
 
     /// After launch `i` was issued.
+    #[inline]
     pub fn after(&mut self, i: usize) {
-        if let Some(pace) = self.costs.and_then(|c| c.launches.get(i)).filter(|p| p.until_ms > 0.0) {
-            self.spin(pace.until_ms);
+        if self.active {
+            self.end(Call::Launch(i));
         }
     }
 
-    /// Before the replay of a segment.
-    pub fn before_replay(&mut self) {
-        if self.costs.is_some() {
-            self.group = Instant::now();
+    /// Before the replay of segment `s`.
+    #[inline]
+    pub fn before_replay(&mut self, s: usize) {
+        if self.active {
+            self.begin(Call::Replay(s));
         }
     }
 
     /// After the replay of segment `s` was issued.
+    #[inline]
     pub fn after_replay(&mut self, s: usize) {
-        if let Some(ms) = self.costs.and_then(|c| c.replay_ms.get(s)).copied().filter(|ms| *ms > 0.0) {
+        if self.active {
+            self.end(Call::Replay(s));
+        }
+    }
+
+    #[cold]
+    fn begin(&mut self, call: Call) {
+        let begins = match (self.costs, call) {
+            (None, _) => false,
+            (Some(costs), Call::Launch(i)) => costs.launches.get(i).is_some_and(|p| p.begins),
+            (Some(_), Call::Replay(_)) => true,
+        };
+        if begins {
+            self.group = Instant::now();
+        }
+        if let Some(watch) = &mut self.watch {
+            watch.begin(call);
+        }
+    }
+
+    #[cold]
+    fn end(&mut self, call: Call) {
+        if let Some(watch) = &mut self.watch {
+            watch.end(call);
+        }
+        let until_ms = self.costs.and_then(|costs| match call {
+            Call::Launch(i) => costs.launches.get(i).map(|p| p.until_ms),
+            Call::Replay(s) => costs.replay_ms.get(s).copied(),
+        });
+        if let Some(ms) = until_ms.filter(|ms| *ms > 0.0) {
             self.spin(ms);
         }
     }
@@ -155,7 +205,7 @@ mod tests {
         pacer.after(2);
         pacer.before(3);
         pacer.after(3);
-        pacer.before_replay();
+        pacer.before_replay(0);
         pacer.after_replay(0);
         pacer.after_replay(1);
         let took = start.elapsed().as_secs_f64() * 1e3;
@@ -172,9 +222,31 @@ mod tests {
         for i in 0..1000 {
             pacer.before(i);
             pacer.after(i);
-            pacer.before_replay();
+            pacer.before_replay(i);
             pacer.after_replay(i);
         }
         assert_eq!(pacer.spun(), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_watcher_hears_every_call_in_order() {
+        #[derive(Debug, Default)]
+        struct Heard(Vec<(bool, Call)>);
+        impl Watch for Heard {
+            fn begin(&mut self, call: Call) {
+                self.0.push((true, call));
+            }
+            fn end(&mut self, call: Call) {
+                self.0.push((false, call));
+            }
+        }
+        let mut heard = Heard::default();
+        let mut pacer = Pacer::off().watched(Some(&mut heard));
+        pacer.before(3);
+        pacer.after(3);
+        pacer.before_replay(1);
+        pacer.after_replay(1);
+        let (a, b) = (Call::Launch(3), Call::Replay(1));
+        assert_eq!(heard.0, [(true, a), (false, a), (true, b), (false, b)]);
     }
 }

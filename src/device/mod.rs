@@ -7,6 +7,7 @@ pub mod fake;
 pub mod guard;
 pub mod host;
 pub mod inject;
+pub mod record;
 
 use serde::Serialize;
 use std::fmt;
@@ -257,4 +258,10 @@ pub trait Executor {
 
     /// Union of kernel intervals of one step from a profiling pass, or why there is none. Last in a process.
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String>;
+
+    /// Every kernel, copy and memset of one step with its times, or why there is none. Last in a process, as
+    /// [`Executor::busy_ms`].
+    fn profile(&mut self, arm: Arm) -> Result<record::Recorded, String> {
+        Err(format!("this device records no {arm} step"))
+    }
 }

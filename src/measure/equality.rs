@@ -13,13 +13,14 @@ pub(super) struct Proof {
     /// Wall time of the last step of each side, every step synchronised: sizes the first blocks.
     pub step_ms: Vec<f64>,
     /// What the eager steps left, and what a trace of each arm costs: for the final check.
-    eager: Trace,
+    pub eager: Trace,
     edges_ms: f64,
     both_steps_ms: f64,
 }
 
 /// Bits that K steps of one arm left.
-struct Trace {
+#[derive(Debug, Clone)]
+pub(super) struct Trace {
     losses: Vec<Option<u32>>,
     grad_norms: Vec<Option<u32>>,
     digest: Vec<(String, u64)>,
@@ -36,6 +37,16 @@ pub(super) fn check(
     cost: &mut Option<GraphCost>,
 ) -> Result<Proof, Stop> {
     let wanted = Wanted { steps: options.equality_steps(), if_long: options.equality_steps_if_long() };
+    if options.alone == Some(Arm::Graph) {
+        session.hooks.progress.stage("equality check: graph arm");
+        let mut first_replay_ms = None;
+        let mut capture =
+            Capture { warmup: options.warmup_steps, cost, first_replay_ms: &mut first_replay_ms };
+        let own = trace(session, 0, Arm::Graph, wanted, Phase::Equality, Some(&mut capture))?;
+        let step_ms = vec![own.last_step_ms];
+        let (edges_ms, both_steps_ms) = (0.0, 0.0);
+        return Ok(Proof { equality: None, first_replay_ms, step_ms, eager: own, edges_ms, both_steps_ms });
+    }
     session.hooks.progress.stage("equality check: eager arm");
     let eager = trace(session, 0, Arm::Eager, wanted, Phase::Equality, None)?;
     if options.sides().len() == 1 {
@@ -176,6 +187,25 @@ fn trace(
     trace.edges_ms += session.executor.now_ms() - done;
     session.flush()?;
     Ok(trace)
+}
+
+/// The proof for arms that were run one after the other, each from the seed.
+pub(super) fn check_in_turn(eager: &Trace, graph: &Trace) -> Result<Equality, DeviceError> {
+    if eager.losses.len() != graph.losses.len() {
+        let (a, b) = (eager.losses.len(), graph.losses.len());
+        return Err(DeviceError::internal(format!("the arms ran {a} and {b} steps before timing")));
+    }
+    compare(eager, graph, Arm::Graph, "")?;
+    Ok(Equality {
+        steps: eager.losses.len(),
+        buffers: eager.digest.len(),
+        digest: combined_digest(&eager.digest),
+    })
+}
+
+/// Steps of a trace.
+pub(super) fn steps_of(trace: &Trace) -> usize {
+    trace.losses.len()
 }
 
 /// Names the first step and the buffers that differ.

@@ -4,6 +4,7 @@
 
 mod blocks;
 mod equality;
+mod in_turn;
 mod long;
 pub mod options;
 pub mod outcome;
@@ -15,11 +16,13 @@ pub mod verdict;
 #[cfg(test)]
 mod tests;
 
+pub use in_turn::in_turn;
 pub use options::Options;
 pub use outcome::{ArmResult, Outcome, Status, StepRecord, exit_code};
 pub use progress::{Hooks, Progress, Silent, StepSink, Update};
 pub use verdict::{MIN_PAIRS, Verdict};
 
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, Executor, GraphCost, Phase};
 use outcome::{Equality, FinalCheck, Pacing, Stopped, split, summarise_health};
 use session::{Session, Stop};
@@ -35,12 +38,24 @@ struct Found {
     timed_ms: f64,
     final_check: Option<FinalCheck>,
     busy: Vec<Result<f64, String>>,
+    profiles: Vec<(Arm, Result<Recorded, String>)>,
     memory_used_mib: Option<f64>,
+    /// What the only side left before timing.
+    left: Option<equality::Trace>,
 }
 
 /// Measures one program. Graphs are destroyed when it returns, however it ends; how it ended is in
 /// [`Outcome::status`]. `options` must have passed [`Options::check`].
 pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'a>) -> Outcome {
+    traced(executor, options, hooks).0
+}
+
+/// [`run`], and what the only side left before timing.
+fn traced<'a>(
+    executor: &'a mut dyn Executor,
+    options: &Options,
+    hooks: Hooks<'a>,
+) -> (Outcome, Option<equality::Trace>) {
     let mut session = Session::new(executor, hooks, options.samplers);
     let mut found = Found::default();
     let run = measure(&mut session, options, &mut found);
@@ -50,13 +65,15 @@ pub fn run<'a>(executor: &'a mut dyn Executor, options: &Options, hooks: Hooks<'
         Err(Stop::Interrupted) => Status::Interrupted,
         Err(Stop::Failed(failure)) => Status::Failed(failure),
     };
-    conclude(session, options, found, status)
+    let left = found.left.take();
+    (conclude(session, options, found, status), left)
 }
 
 fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Result<(), Stop> {
     options.check().map_err(DeviceError::internal)?;
     let proof = equality::check(session, options, &mut found.cost)?;
     found.equality = proof.equality.clone();
+    found.left = options.alone.is_some().then(|| proof.eager.clone());
     found.first_replay_ms = proof.first_replay_ms;
     let again = equality::final_ms(options, &proof);
     let begun = session.executor.now_ms();
@@ -71,11 +88,22 @@ fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Resul
         });
     }
     found.timed_ms = session.executor.now_ms() - begun;
-    if options.busy {
+    if options.busy || options.profile {
         session.hooks.progress.stage("profiling pass");
+    }
+    if options.busy {
+        // Before the records of single kernels, which slow the host down further.
         for arm in options.sides() {
             session.check_interrupt()?;
             found.busy.push(session.executor.busy_ms(arm));
+        }
+    }
+    if options.profile {
+        let mut arms = options.sides();
+        arms.dedup();
+        for arm in arms {
+            session.check_interrupt()?;
+            found.profiles.push((arm, session.executor.profile(arm)));
         }
     }
     Ok(())
@@ -219,6 +247,8 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         break_even_steps,
         blocks: std::mem::take(&mut session.blocks),
         steps: std::mem::take(&mut session.steps),
+        profiles: found.profiles,
+        in_turn: false,
         notices,
     }
 }

@@ -25,8 +25,12 @@ pub struct Options {
     pub graph: bool,
     /// `--aa`: an arm against itself.
     pub aa: Option<Arm>,
+    /// One arm of two, where they do not fit in memory together ([`super::in_turn`]).
+    pub alone: Option<Arm>,
     /// Take device-busy times in a profiling pass at the end; only the last measurement of a process may.
     pub busy: bool,
+    /// Record one step of each arm kernel by kernel in that pass, [`Outcome::profiles`](super::Outcome::profiles).
+    pub profile: bool,
     /// `--host_model`: host times for blocks of their own after the bare ones.
     pub host_costs: Option<HostCosts>,
     /// Reads clocks, power and neighbours once a block. Off to see what that costs (`--no_samplers`).
@@ -78,7 +82,9 @@ impl Default for Options {
             max_steps: None,
             graph: true,
             aa: None,
+            alone: None,
             busy: true,
+            profile: false,
             host_costs: None,
             samplers: true,
             block_steps: None,
@@ -105,6 +111,7 @@ impl Options {
     /// The arm on each side of the comparison; one side when there is nothing to compare.
     pub fn sides(&self) -> Vec<Arm> {
         match self.aa {
+            _ if self.alone.is_some() => self.alone.into_iter().collect(),
             Some(arm) => vec![arm, arm],
             None if self.graph => vec![Arm::Eager, Arm::Graph],
             None => vec![Arm::Eager],
@@ -113,7 +120,7 @@ impl Options {
 
     /// Whether graphs are captured.
     pub fn captures(&self) -> bool {
-        self.graph && self.aa != Some(Arm::Eager)
+        self.graph && self.aa != Some(Arm::Eager) && self.alone != Some(Arm::Eager)
     }
 
     /// Steps that equality needs if there is room for them.

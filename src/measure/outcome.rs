@@ -2,6 +2,7 @@
 
 use super::stats::Interval;
 use super::verdict::{SteadyState, Verdict};
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, GraphCost, Health, Phase};
 use serde::Serialize;
 
@@ -230,6 +231,10 @@ pub struct Outcome {
     pub break_even_steps: Option<f64>,
     pub blocks: Vec<BlockRecord>,
     pub steps: Vec<StepRecord>,
+    /// The arms did not fit in memory together and were timed one after the other: no speedup, no interval.
+    pub in_turn: bool,
+    /// One step of each arm, recorded kernel by kernel, or why it was not; empty unless asked for.
+    pub profiles: Vec<(Arm, Result<Recorded, String>)>,
     /// What a reader must know to trust the figures, most important first.
     pub notices: Vec<String>,
 }

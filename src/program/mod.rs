@@ -149,6 +149,28 @@ pub enum Part {
     Optimizer,
 }
 
+impl Part {
+    /// Its name in profiles, traces and ranges; as it is serialised.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Step => "step",
+            Part::Embedding => "embedding",
+            Part::Attn => "attn",
+            Part::Mlp => "mlp",
+            Part::MoeRouter => "moe_router",
+            Part::MoePreprocess => "moe_preprocess",
+            Part::MoeExperts => "moe_experts",
+            Part::Mamba => "mamba",
+            Part::Mtp => "mtp",
+            Part::Head => "head",
+            Part::Loss => "loss",
+            Part::Pipeline => "pipeline",
+            Part::GradReduce => "grad_reduce",
+            Part::Optimizer => "optimizer",
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pass {
@@ -156,6 +178,16 @@ pub enum Pass {
     Backward,
     /// Neither: tokens, zeroing, reduction, optimizer.
     Other,
+}
+
+impl Pass {
+    pub fn name(self) -> &'static str {
+        match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+            Pass::Other => "other",
+        }
+    }
 }
 
 /// One op with its buffers.

@@ -330,6 +330,8 @@ columns! {
     extrapolation_misfit Float r => extrapolated(r).map(|e| e.misfit), "Largest distance of a timed point from the line, relative to its time.";
     speedup_extrapolated Float r => extrapolated_speedup(r).map(|s| s.0), "Extrapolated step time eager over graph.";
     speedup_extrapolated_error Float r => extrapolated_speedup(r).map(|s| s.1), "Its 95 % error.";
+    captured_fraction Float r => r.facts.captured_fraction, "Share of the eager arm's launches that lie in the graph arm's graphs.";
+    arms_in_turn Bool r => r.measured().filter(|o| o.arms.len() == 2).map(|o| o.in_turn), "Whether the arms did not fit in memory together and each was timed alone: their ratio is then no speedup.";
     temperature_c_max Float r => arm(r, |a| a.health.temperature_c_max), "Highest GPU temperature over the blocks.";
     power_w_median Float r => arm(r, |a| a.health.power_w_median), "Median power over the blocks.";
     power_limit_w Float r => arm(r, |a| a.health.power_limit_w), "Power limit in force.";

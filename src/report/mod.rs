@@ -6,6 +6,7 @@ pub mod compare;
 pub mod dialect;
 pub mod file;
 pub mod page;
+pub mod profile;
 pub mod progress;
 pub mod recommend;
 pub mod row;

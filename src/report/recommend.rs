@@ -15,11 +15,13 @@ pub struct Gain {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tried {
     pub scope: String,
-    /// Share of a step's launches that lie in graphs.
-    pub captured: f64,
+    /// Share of a step's launches that lie in graphs; `None`: a file that does not say.
+    pub captured: Option<f64>,
     pub status: String,
     pub reason: String,
     pub verdict: String,
+    /// The arms did not fit in memory together.
+    pub in_turn: bool,
     pub gain: Option<Gain>,
     /// Under the host model.
     pub modelled: Option<Gain>,
@@ -62,30 +64,34 @@ pub fn recommend(gains: &[Option<Gain>], margin: f64) -> Advice {
 }
 
 impl Tried {
-    /// From the cells of a run's graph row.
-    pub fn of_row(scope: String, captured: f64, row: &[Value]) -> Self {
-        let cell =
-            |name: &str| columns::COLUMNS.iter().zip(row).find(|(c, _)| c.name == name).map(|(_, v)| v);
-        let text = |name: &str| cell(name).map(Value::cell).unwrap_or_default();
-        let float = |name: &str| match cell(name) {
-            Some(Value::Float(x)) => Some(*x),
-            _ => None,
-        };
+    /// From the cells of a run's graph row by column: of the row itself, or of a file's.
+    pub fn of_cells(cell: &dyn Fn(&str) -> String) -> Self {
+        let float = |name: &str| cell(name).parse::<f64>().ok();
         let gain = |name: &str| {
             let end = |which: &str| float(&format!("{name}_ci95_{which}"));
             let (low, high) = (end("low").unwrap_or(0.0), end("high").unwrap_or(f64::INFINITY));
             Some(Gain { speedup: float(name)?, low, high })
         };
+        let scope = cell("cuda_graph_scope").replace('+', ",");
         Self {
-            scope,
-            captured,
-            status: text("status"),
-            reason: text("status_reason"),
-            verdict: text("verdict"),
+            scope: if scope.is_empty() { "whole layer".into() } else { scope },
+            captured: float("captured_fraction"),
+            status: cell("status"),
+            reason: cell("status_reason"),
+            verdict: cell("verdict"),
+            in_turn: cell("arms_in_turn") == "true",
             gain: gain("speedup"),
             modelled: gain("speedup_modelled"),
             graph_memory_mib: float("graph_memory_mib"),
         }
+    }
+
+    /// From a graph row's values.
+    pub fn of_row(row: &[Value]) -> Self {
+        Self::of_cells(&|name: &str| {
+            let value = columns::COLUMNS.iter().zip(row).find(|(c, _)| c.name == name).map(|(_, v)| v);
+            value.map(Value::cell).unwrap_or_default()
+        })
     }
 }
 
@@ -97,8 +103,8 @@ fn shown(gain: &Option<Gain>) -> String {
     }
 }
 
-/// The sweep as a table, and its recommendation.
-pub fn render(tried: &[Tried], margin: f64) -> String {
+/// The sweep as a table, its first line the head.
+pub fn table(tried: &[Tried]) -> Vec<Vec<String>> {
     let modelled = tried.iter().any(|t| t.modelled.is_some());
     let mut head = vec!["scope", "captured", "speedup", "verdict", "graph memory MiB"];
     if modelled {
@@ -107,14 +113,41 @@ pub fn render(tried: &[Tried], margin: f64) -> String {
     let mut lines = vec![head.into_iter().map(String::from).collect::<Vec<_>>()];
     for t in tried {
         let memory = t.graph_memory_mib.map_or("-".into(), |m| format!("{m:.0}"));
-        let verdict = if t.status == "ok" { t.verdict.clone() } else { t.status.clone() };
-        let captured = format!("{:.0} %", t.captured * 100.0);
+        let mut verdict = if t.status == "ok" { t.verdict.clone() } else { t.status.clone() };
+        if t.in_turn {
+            verdict += ", arms in turn";
+        }
+        let captured = t.captured.map_or("-".into(), |c| format!("{:.0} %", c * 100.0));
         let mut line = vec![t.scope.clone(), captured, shown(&t.gain), verdict, memory];
         if modelled {
             line.push(shown(&t.modelled));
         }
         lines.push(line);
     }
+    lines
+}
+
+/// What is recommended, on the bare ratio and on the modelled one where there is one.
+pub fn sentences(tried: &[Tried], margin: f64) -> Vec<String> {
+    let bare: Vec<Option<Gain>> = tried.iter().map(|t| t.gain).collect();
+    let mut said = vec![format!("Recommended: {}", advice(&recommend(&bare, margin), tried, margin))];
+    if tried.iter().any(|t| t.modelled.is_some()) {
+        let gains: Vec<Option<Gain>> = tried.iter().map(|t| t.modelled).collect();
+        let advice = advice(&recommend(&gains, margin), tried, margin);
+        said.push(format!("With the modelled host time: {advice}"));
+    }
+    said
+}
+
+/// Why scopes have no figures, a sentence each.
+pub fn failures(tried: &[Tried]) -> Vec<String> {
+    let failed = tried.iter().filter(|t| t.status != "ok" && !t.reason.is_empty());
+    failed.map(|t| format!("{}: {}", t.scope, t.reason)).collect()
+}
+
+/// The sweep as a table, and its recommendation.
+pub fn render(tried: &[Tried], margin: f64) -> String {
+    let lines = table(tried);
     let columns = lines[0].len();
     let widths: Vec<usize> =
         (0..columns).map(|c| lines.iter().map(|l| l[c].chars().count()).max().unwrap_or(0)).collect();
@@ -125,15 +158,9 @@ pub fn render(tried: &[Tried], margin: f64) -> String {
         out += cells.join("  ").trim_end();
         out.push('\n');
     }
-    for t in tried.iter().filter(|t| t.status != "ok" && !t.reason.is_empty()) {
-        out += &format!("{}: {}\n", t.scope, t.reason);
-    }
-    let bare: Vec<Option<Gain>> = tried.iter().map(|t| t.gain).collect();
-    out += &format!("Recommended: {}\n", advice(&recommend(&bare, margin), tried, margin));
-    if modelled {
-        let gains: Vec<Option<Gain>> = tried.iter().map(|t| t.modelled).collect();
-        out +=
-            &format!("With the modelled host time: {}\n", advice(&recommend(&gains, margin), tried, margin));
+    for line in failures(tried).into_iter().chain(sentences(tried, margin)) {
+        out += &line;
+        out.push('\n');
     }
     out
 }
@@ -141,10 +168,15 @@ pub fn render(tried: &[Tried], margin: f64) -> String {
 fn advice(advice: &Advice, tried: &[Tried], margin: f64) -> String {
     let percent = margin * 100.0;
     match advice {
-        Advice::Scope(at) => format!(
-            "{}, the narrowest scope that no wider one beats by more than {percent} %",
-            tried.get(*at).map_or("?", |t| &t.scope)
-        ),
+        Advice::Scope(at) => {
+            let chosen = tried.get(*at);
+            let memory = chosen.and_then(|t| t.graph_memory_mib);
+            format!(
+                "{}, the narrowest scope that no wider one beats by more than {percent} %{}",
+                chosen.map_or("?", |t| &t.scope),
+                memory.map_or(String::new(), |m| format!("; its graphs take {m:.0} MiB"))
+            )
+        }
         Advice::Eager => format!("none: no scope is faster than eager by more than {percent} %"),
         Advice::Unknown(why) => format!("nothing: {why}"),
     }
@@ -205,10 +237,11 @@ mod tests {
     fn the_table_names_failures_and_both_recommendations() {
         let tried = |scope: &str, status: &str, gain, modelled| Tried {
             scope: scope.into(),
-            captured: 0.5,
+            captured: Some(0.5),
             status: status.into(),
             reason: if status == "ok" { String::new() } else { "out of memory: 3 MiB".into() },
             verdict: "equivalent".into(),
+            in_turn: false,
             gain,
             modelled,
             graph_memory_mib: Some(12.0),
@@ -222,6 +255,7 @@ mod tests {
         assert!(text.contains("attn,mlp: out of memory: 3 MiB"), "{text}");
         assert!(text.contains("Recommended: none: no scope is faster than eager by more than 1 %"), "{text}");
         assert!(text.contains("With the modelled host time: full_iteration, the narrowest"), "{text}");
+        assert!(text.contains("more than 1 %; its graphs take 12 MiB\n"), "{text}");
         let bare: Vec<Tried> = rows.into_iter().map(|t| Tried { modelled: None, ..t }).collect();
         assert!(!render(&bare, MARGIN).contains("modelled"));
     }

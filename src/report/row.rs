@@ -71,6 +71,9 @@ pub struct RunFacts {
     /// `--extrapolate`.
     pub extrapolation: Option<crate::extrapolate::Extrapolation>,
 
+    /// Share of the eager arm's launches that lie in graphs.
+    pub captured_fraction: Option<f64>,
+
     pub attention_backend: Option<String>,
     pub gemm_plan_digest: Option<String>,
     pub mbperf_version: String,

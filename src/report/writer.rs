@@ -8,7 +8,8 @@ use super::columns::{self, Kind, Value};
 use super::dialect::Dialect;
 use super::row::Row;
 use super::xlsx::Book;
-use super::{blocks, steps};
+use super::{blocks, profile, steps};
+use crate::profile::Profile;
 use crate::measure::outcome::BlockRecord;
 use crate::measure::{StepRecord, StepSink};
 use std::fs::{File, OpenOptions};
@@ -266,6 +267,8 @@ pub struct Writer {
     rows: Option<Appender>,
     steps: Option<Appender>,
     blocks: Option<Appender>,
+    /// Of `--profile` alone.
+    profile: Option<Appender>,
     runs: Option<Appender>,
     dialect: Dialect,
     /// Keeps what is written, for a workbook at the end.
@@ -303,6 +306,7 @@ impl Writer {
                     rows: None,
                     steps: None,
                     blocks: None,
+                    profile: None,
                     runs: None,
                     dialect,
                     book: None,
@@ -353,6 +357,7 @@ impl Writer {
             rows: Some(rows),
             steps,
             blocks,
+            profile: None,
             runs,
             dialect,
             book: None,
@@ -370,6 +375,23 @@ impl Writer {
     /// The rows' file; `None` for standard output.
     pub fn path(&self) -> Option<&Path> {
         self.rows.as_ref().map(|r| r.path.as_path())
+    }
+
+    /// Whether files stand beside the rows: not on standard output, nor beside a device.
+    pub fn has_neighbours(&self) -> bool {
+        self.steps.is_some()
+    }
+
+    /// Opens and checks the profile's file too.
+    ///
+    /// # Errors
+    /// As [`Writer::open_in`].
+    pub fn expect_profile(&mut self) -> Result<(), OutputError> {
+        if let Some(path) = self.path().filter(|_| self.has_neighbours()) {
+            let path = beside(path, "profile.csv");
+            self.profile = Some(Appender::open(&path, profile::COLUMNS.to_vec(), self.dialect)?);
+        }
+        Ok(())
     }
 
     /// Begins a run: steps that follow belong to it. `run` (configuration, machine, command) becomes one line
@@ -422,6 +444,17 @@ impl Writer {
                 Ok(())
             }
         }
+    }
+
+    /// Writes the profiles of the run's arms, where [`Writer::expect_profile`] opened a file.
+    ///
+    /// # Errors
+    /// The file's.
+    pub fn profiles(&mut self, profiles: &[Profile]) -> Result<(), OutputError> {
+        let Some(file) = self.profile.as_mut().filter(|_| !profiles.is_empty()) else { return Ok(()) };
+        let records: Vec<_> = profiles.iter().flat_map(|p| profile::cells(&self.run_id, p)).collect();
+        file.append(&records)
+            .map_err(|source| OutputError::Write { path: file.path.display().to_string(), source })
     }
 
     /// Writes the blocks of a finished measurement: the card's state over its time.

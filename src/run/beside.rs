@@ -91,6 +91,7 @@ pub(super) fn side_points(
             max_time_s: options.max_time_s * SIDE_SHARE,
             longest_time_s: None,
             busy: false,
+            profile: false,
             host_costs: None,
             ..options.clone()
         };

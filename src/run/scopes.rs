@@ -49,6 +49,7 @@ struct Job {
 fn with_scope(args: &Args, implementation: GraphImpl, scope: &[Scope]) -> Args {
     let mut own = args.clone();
     own.mbperf.sweep = false;
+    own.mbperf.in_turn = true;
     own.argv.retain(|word| word != "--sweep");
     own.argv.extend(["--cuda_graph_impl".into(), impl_name(implementation).into()]);
     own.performance.cuda_graph_impl = Some(implementation);
@@ -65,7 +66,7 @@ fn with_scope(args: &Args, implementation: GraphImpl, scope: &[Scope]) -> Args {
 }
 
 /// Which of the step's launches the graphs hold, and their share.
-fn captured(plan: &RunPlan) -> (Vec<bool>, f64) {
+pub(super) fn captured(plan: &RunPlan) -> (Vec<bool>, f64) {
     let Some(graph) = &plan.graph else { return (Vec::new(), 0.0) };
     let held: Vec<bool> = graph
         .segments
@@ -160,7 +161,7 @@ pub(super) fn run(
         let ran = one(job.resolved, &job.args, interrupt, Some(&book));
         let graph = book.lock().ok().and_then(|b| b.rows[from..].last().cloned());
         if let Some(row) = graph {
-            tried.push(Tried::of_row(job.scope, job.captured, &row));
+            tried.push(Tried::of_row(&row));
         }
         ran
     });

@@ -9,9 +9,10 @@ pub use storage::{Storage, global_index, name_hash};
 
 use super::host::{HostCosts, Pacer};
 use super::inject::{Inject, Kind, lasting};
+use super::record::{self, Call, Record, Recorded, Unit};
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::capture::{ArmPlan, RunPlan};
-use crate::program::{BufId, Lifetime};
+use crate::program::{BufId, Launch, Lifetime};
 use std::collections::VecDeque;
 use std::time::Instant;
 
@@ -22,6 +23,11 @@ fn free_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// What a launch counts as in a profile.
+fn unit(launch: &Launch) -> Unit {
+    Unit { kind: record::Kind::Kernel, name: launch.op.name().into(), grid: [0; 3], block: [0; 3] }
 }
 
 /// Runs a [`RunPlan`] on the host.
@@ -87,7 +93,7 @@ impl CpuExecutor {
     }
 
     /// Gives the time in `host_sync` launches and the time spun for the host model, in milliseconds.
-    fn run_step(&mut self, arm: Arm) -> Result<(f64, f64), DeviceError> {
+    fn run_step(&mut self, arm: Arm, mut record: Option<&mut Recorded>) -> Result<(f64, f64), DeviceError> {
         let plan = self.arm(arm)?.clone();
         let replay = arm == Arm::Graph && self.captured;
         let mut wait_ms = 0.0;
@@ -96,7 +102,7 @@ impl CpuExecutor {
         for (s, segment) in plan.segments.iter().enumerate() {
             let replayed = replay && segment.graph.is_some();
             if replayed {
-                pacer.before_replay();
+                pacer.before_replay(s);
             }
             let list: Vec<usize> = match segment.graph {
                 Some(g) if replay => {
@@ -105,6 +111,9 @@ impl CpuExecutor {
                 }
                 _ => segment.launches.clone().collect(),
             };
+            if let Some(record) = record.as_mut().filter(|_| replayed) {
+                record.calls.push(Call::Replay(s));
+            }
             for i in list {
                 let launch = &plan.program.launches[i];
                 if !replayed {
@@ -112,6 +121,12 @@ impl CpuExecutor {
                 }
                 let t = Instant::now();
                 self.storage.run(&plan.program, launch)?;
+                if let Some(record) = &mut record {
+                    if !replayed {
+                        record.calls.push(Call::Launch(i));
+                    }
+                    record.records.push(self.recorded(launch, [t, Instant::now()], record.calls.len() - 1));
+                }
                 if launch.host_sync() {
                     wait_ms += t.elapsed().as_secs_f64() * 1e3;
                 }
@@ -124,6 +139,20 @@ impl CpuExecutor {
             }
         }
         Ok((wait_ms, pacer.spun().as_secs_f64() * 1e3))
+    }
+
+    /// A launch as a profiler's record: one reference is one "kernel" of the op's name.
+    fn recorded(&self, launch: &Launch, [from, to]: [Instant; 2], call: usize) -> Record {
+        let ns = |t: Instant| u64::try_from(t.duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
+        Record {
+            unit: unit(launch),
+            start_ns: ns(from),
+            end_ns: ns(to),
+            stream: u32::try_from(launch.lane).unwrap_or(u32::MAX),
+            correlation: u32::try_from(call).unwrap_or(u32::MAX),
+            call: Some(call),
+            node: 0,
+        }
     }
 
     fn result(&self, arm: Arm) -> Result<Finished, DeviceError> {
@@ -158,7 +187,7 @@ impl Executor for CpuExecutor {
     fn submit(&mut self, arm: Arm) -> Result<Submitted, DeviceError> {
         let start = self.now_ms();
         let fault = Inject::at_step(&mut self.inject, self.phase, arm)?;
-        let (wait_ms, modelled_ms) = self.run_step(arm)?;
+        let (wait_ms, modelled_ms) = self.run_step(arm, None)?;
         let program = &self.plan.eager.program;
         if let Some(id) = lasting(program).filter(|_| fault == Some(Kind::WrongResult)) {
             self.storage.spoil(program, id);
@@ -258,5 +287,12 @@ impl Executor for CpuExecutor {
     }
     fn busy_ms(&mut self, _arm: Arm) -> Result<f64, String> {
         Err("the CPU device has no kernels to time".into())
+    }
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        let mut recorded = Recorded { recorder: "the CPU's clock", ..Recorded::default() };
+        self.run_step(arm, Some(&mut recorded)).map_err(|e| e.to_string())?;
+        let program = &self.arm(arm).map_err(|e| e.to_string())?.program;
+        recorded.expected = program.launches.iter().map(|l| Some(vec![unit(l)])).collect();
+        Ok(recorded)
     }
 }

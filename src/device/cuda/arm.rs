@@ -9,6 +9,7 @@ use super::work::Work;
 use crate::capture::ArmPlan;
 use crate::device::DeviceError;
 use crate::device::host::Pacer;
+use crate::device::record::Unit;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::rc::Rc;
@@ -141,7 +142,7 @@ impl Arm {
         for (s, segment) in self.plan.segments.iter().enumerate() {
             match segment.graph.and_then(|g| graphs.get(g)) {
                 Some(instance) => {
-                    pacer.before_replay();
+                    pacer.before_replay(s);
                     lanes.join()?;
                     instance.launch(lanes.main()).map_err(|e| {
                         super::context::in_phase(e, crate::device::Phase::Prepare, &segment.label)
@@ -153,6 +154,12 @@ impl Arm {
             }
         }
         lanes.join()
+    }
+
+    /// What each launch puts on the device; `None` where the step decides.
+    pub fn expected(&self) -> Vec<Option<Vec<Unit>>> {
+        let of = |l: &Rc<Prepared>| (!l.issue.varies()).then(|| l.work.iter().map(Work::unit).collect());
+        self.launches.iter().map(of).collect()
     }
 
     /// Kernels, copies and memsets of one step.

@@ -112,18 +112,21 @@ fn record(lanes: &Lanes, arm: &Arm, segment: &Segment, omit: Option<usize>) -> R
 
 /// By launch of the graph arm: its place in the eager arm; staging has none.
 fn eager_places(arm: &Arm, eager: &Arm) -> Result<Vec<Option<usize>>, DeviceError> {
+    // An arm that is alone on the device is compared with itself, staging and all.
+    let of_eager: Vec<usize> =
+        (0..eager.launches.len()).filter(|i| !eager.plan.program.launches[*i].staging).collect();
     let mut next = 0;
     let places = arm.plan.program.launches.iter().map(|l| {
         (!l.staging).then(|| {
             next += 1;
-            next - 1
+            of_eager.get(next - 1).copied().unwrap_or(usize::MAX)
         })
     });
     let places: Vec<Option<usize>> = places.collect();
-    if next != eager.launches.len() {
+    if next != of_eager.len() {
         return Err(DeviceError::Unequal(format!(
             "the graph arm has {next} launches besides staging, the eager arm {}",
-            eager.launches.len()
+            of_eager.len()
         )));
     }
     Ok(places)

@@ -12,12 +12,14 @@ use super::kernels::KernelLaunch;
 use super::lanes::{self, Lanes};
 use super::libraries::{self, Library};
 use super::memory::{Memory, UTILITY, walk};
+use super::nvtx::{self, Nvtx};
 use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
-use crate::device::host::{HostCosts, Pacer};
+use crate::device::host::{HostCosts, Pacer, Watch};
 use crate::device::inject::{Inject, Kind, lasting};
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::{BufId, DType, Program};
 use std::rc::Rc;
@@ -51,6 +53,8 @@ struct Side {
     ready: Ready,
     /// `None`: the program reports nothing.
     results: Option<Results>,
+    /// Of the ranges that an attached profiler is told; `None`: there is none.
+    names: Option<nvtx::Names>,
 }
 
 /// Runs a [`RunPlan`] on one GPU. Fields are dropped in order: graphs before what they use, the device last.
@@ -74,6 +78,8 @@ pub struct CudaExecutor {
     /// Step whose results hold an injected fault.
     marred: Option<(u64, Kind)>,
     host: Option<HostCosts>,
+    /// A profiler that takes ranges.
+    nvtx: Option<Nvtx>,
     /// Issued at the end of each step, and its length in milliseconds.
     spin: Option<(KernelLaunch, f64)>,
     /// Free device memory before anything of ours but the context was there.
@@ -120,10 +126,17 @@ impl CudaExecutor {
             };
             let ready = Ready::prepare(context, &mut prep, &memory, arm, &mut cache)?;
             let results = gather(&session, &mut prep, &memory, &ready, results.address(), words)?;
-            Ok(Side { ready, results })
+            Ok(Side { ready, results, names: None })
         };
-        let eager = side(&plan.eager)?;
-        let graph = plan.graph.as_ref().map(&mut side).transpose()?;
+        let mut eager = side(&plan.eager)?;
+        let mut graph = plan.graph.as_ref().map(&mut side).transpose()?;
+        let nvtx = nvtx::attached();
+        if nvtx.is_some() {
+            eager.names = Some(nvtx::Names::new(Arm::Eager, &eager.ready.plan));
+            if let Some(graph) = &mut graph {
+                graph.names = Some(nvtx::Names::new(Arm::Graph, &graph.ready.plan));
+            }
+        }
         session.matmuls.borrow_mut().end_tuning();
         let gemm_plan_digest = session.matmuls.borrow().digest();
         let slot = || -> Result<Slot, DeviceError> {
@@ -151,6 +164,7 @@ impl CudaExecutor {
             inject,
             marred: None,
             host: None,
+            nvtx,
             spin: None,
             free_at_open,
             omit_launch: options.omit_launch,
@@ -200,7 +214,10 @@ impl CudaExecutor {
         let slot = &self.slots[at];
         let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
         let costs = self.host.as_ref().map(|h| h.arm(arm)).transpose()?;
-        let mut pacer = Pacer::new(costs);
+        let mut nvtx = self.nvtx;
+        let sink = nvtx.as_mut().zip(side.names.as_ref());
+        let mut ranges = sink.map(|(sink, names)| nvtx::Ranges::new(names, sink));
+        let mut pacer = Pacer::new(costs).watched(ranges.as_mut().map(|r| r as &mut dyn Watch));
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
@@ -219,6 +236,15 @@ impl CudaExecutor {
         }
         slot.done.record(main)?;
         Ok([issued, waited, pacer.spun()])
+    }
+
+    /// A step, waited for, without the gathering of results, which is ours and not the step's.
+    fn lone_step(&self, arm: Arm, watch: Option<&mut dyn Watch>) -> Result<(), DeviceError> {
+        let side = self.side(arm)?;
+        let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
+        let mut pacer = Pacer::off().watched(watch);
+        side.ready.step(&self.lanes, graphs, &mut Duration::default(), &mut pacer)?;
+        self.session.context.synchronize()
     }
 
     /// A wrong result on demand: other bits in a buffer that the equality check hashes.
@@ -477,16 +503,18 @@ impl Executor for CudaExecutor {
     }
 
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {
-        let session = self.session.clone();
-        let step = || {
-            // Without the gathering of results, which is ours and not the step's.
-            let side = self.side(arm)?;
-            let graphs: &[Instance] = if arm == Arm::Graph { &self.graphs } else { &[] };
-            let mut waited = Duration::ZERO;
-            side.ready.step(&self.lanes, graphs, &mut waited, &mut Pacer::off())?;
-            session.context.synchronize()
-        };
-        busy::record(|| step().map_err(|e: DeviceError| e.to_string())).map(|(ms, _)| ms)
+        let records = busy::record(false, || self.lone_step(arm, None).map_err(|e| e.to_string()))?;
+        Ok(Recorded { records, ..Recorded::default() }.busy_ns() as f64 / 1e6)
+    }
+
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        // The first step under a profiler that has just come is slow in places.
+        busy::record(true, || self.lone_step(arm, None).map_err(|e| e.to_string()))?;
+        let mut numbered = busy::Numbered::default();
+        let step = || self.lone_step(arm, Some(&mut numbered)).map_err(|e| e.to_string());
+        let records = busy::record(true, step)?;
+        let expected = self.side(arm).map_err(|e| e.to_string())?.ready.expected();
+        Ok(Recorded { calls: numbered.calls, expected, records, recorder: "CUPTI" })
     }
 }
 

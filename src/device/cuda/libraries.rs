@@ -64,7 +64,7 @@ impl Library {
             Library::CublasLt => "every run on a GPU (matrix products)",
             Library::Cudnn => "faster attention (without it mbperf's own kernels run)",
             Library::Nccl => "runs on several GPUs",
-            Library::Cupti => "the column device_busy_ms",
+            Library::Cupti => "the column device_busy_ms and --profile",
             Library::Nvml => "clock, power and throttle columns",
         }
     }

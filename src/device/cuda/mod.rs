@@ -17,6 +17,7 @@ pub mod libraries;
 pub mod matmul;
 mod memory;
 pub mod nvrtc;
+mod nvtx;
 pub mod per_expert;
 mod plan;
 pub mod prep;

@@ -93,6 +93,9 @@ pub const CUPTI: &[&str] = &[
     "cuptiActivityEnable",
     "cuptiActivityFlushAll",
     "cuptiActivityGetNextRecord",
+    "cuptiActivityGetNumDroppedRecords",
+    "cuptiActivityPopExternalCorrelationId",
+    "cuptiActivityPushExternalCorrelationId",
     "cuptiActivityRegisterCallbacks",
 ];
 

@@ -59,6 +59,15 @@ impl Issue {
         }
     }
 
+    /// Whether it puts other work on a stream from one step to the next.
+    pub(super) fn varies(&self) -> bool {
+        match self {
+            Issue::PerExpert(_) => true,
+            Issue::Many(parts) => parts.iter().any(Issue::varies),
+            _ => false,
+        }
+    }
+
     /// Adds what `issue` puts on a stream, in order.
     pub(super) fn list_work(&self, out: &mut Vec<Work>) {
         match self {

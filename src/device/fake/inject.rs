@@ -1,6 +1,7 @@
 //! Faults on demand on the fake executor; the devices have theirs built in.
 
 use crate::device::inject::{Inject, Kind};
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use std::collections::VecDeque;
 
@@ -115,5 +116,9 @@ impl<E: Executor> Executor for Injected<E> {
 
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {
         self.inner.busy_ms(arm)
+    }
+
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        self.inner.profile(arm)
     }
 }

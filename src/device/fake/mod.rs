@@ -8,6 +8,7 @@ pub use inject::Injected;
 pub use times::{Noise, Times};
 
 use crate::device::host::HostCosts;
+use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -27,6 +28,7 @@ pub enum Call {
     Destroy,
     Digest,
     Busy(Arm),
+    Profile(Arm),
 }
 
 /// The calls so far; can be kept when the executor is gone.
@@ -34,6 +36,15 @@ pub type Calls = Arc<Mutex<Vec<Call>>>;
 
 type LossOf = Box<dyn Fn(Arm, usize) -> Option<f32>>;
 type DigestOf = Box<dyn Fn(Arm) -> Vec<(String, u64)>>;
+/// A device's memory, and what lies in it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct FakeMemory {
+    size_mib: f64,
+    held_mib: f64,
+    graphs_mib: f64,
+}
+
+type ProfileOf = Box<dyn Fn(Arm) -> Result<Recorded, String>>;
 
 /// Builder of a [`FakeExecutor`].
 pub struct Script {
@@ -44,6 +55,8 @@ pub struct Script {
     digest: DigestOf,
     health: Health,
     busy_ms: Option<f64>,
+    profile: Option<ProfileOf>,
+    memory: Option<FakeMemory>,
     log: bool,
 }
 
@@ -77,6 +90,16 @@ impl Script {
     }
     pub fn busy_ms(mut self, busy_ms: f64) -> Self {
         self.busy_ms = Some(busy_ms);
+        self
+    }
+    /// What the profiling pass records.
+    pub fn profile(mut self, profile: impl Fn(Arm) -> Result<Recorded, String> + 'static) -> Self {
+        self.profile = Some(Box::new(profile));
+        self
+    }
+    /// A memory of `size_mib` in which the arms hold `held_mib`; graphs take `graphs_mib` more.
+    pub fn memory(mut self, size_mib: f64, held_mib: f64, graphs_mib: f64) -> Self {
+        self.memory = Some(FakeMemory { size_mib, held_mib, graphs_mib });
         self
     }
     /// Keeps no log of calls, for long simulations.
@@ -138,6 +161,8 @@ impl FakeExecutor {
             digest: Box::new(|_| vec![("weight".into(), 1), ("grad".into(), 2)]),
             health: Health::default(),
             busy_ms: None,
+            profile: None,
+            memory: None,
             log: true,
         }
     }
@@ -222,6 +247,18 @@ impl Executor for FakeExecutor {
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
         self.log(Call::Capture);
+        if let Some(memory) = self.script.memory {
+            let free_mib = memory.size_mib - memory.held_mib;
+            if memory.graphs_mib > free_mib {
+                return Err(DeviceError::OutOfMemory {
+                    phase: Phase::Instantiate,
+                    what: "the graphs".into(),
+                    need_mib: memory.graphs_mib,
+                    free_mib,
+                    remedy: "capture less".into(),
+                });
+            }
+        }
         self.captured = true;
         self.first_replay = true;
         self.clock_ms += COST_MS.0 + COST_MS.1 + COST_MS.2;
@@ -283,5 +320,13 @@ impl Executor for FakeExecutor {
     fn busy_ms(&mut self, arm: Arm) -> Result<f64, String> {
         self.log(Call::Busy(arm));
         self.script.busy_ms.ok_or_else(|| "the fake device has no profiler".into())
+    }
+
+    fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
+        self.log(Call::Profile(arm));
+        self.script.profile.as_ref().map_or_else(
+            || Err("the fake device has no profiler".into()),
+            |profile| profile(arm),
+        )
     }
 }

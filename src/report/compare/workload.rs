@@ -17,6 +17,9 @@ pub fn settings(command: &str) -> Option<String> {
     }
 }
 
+/// Keys whose values are in columns of their own.
+const IN_COLUMNS: [&str; 2] = ["model.cuda_graph_impl", "model.cuda_graph_scope"];
+
 fn of(args: &Args) -> String {
     let (general, parallel, performance, own) =
         (&args.general, &args.parallelism, &args.performance, &args.mbperf);
@@ -55,7 +58,8 @@ fn of(args: &Args) -> String {
     add("--optimizer", (own.optimizer != OptimizerChoice::Adam).then(|| format!("{:?}", own.optimizer)));
     add("--full_size", own.full_size.then(|| "true".into()));
     // The last of a repeated key is in force.
-    for (key, value) in args.overrides.iter().filter_map(|o| o.split_once('=')) {
+    let given = args.overrides.iter().filter_map(|o| o.split_once('='));
+    for (key, value) in given.filter(|(key, _)| !IN_COLUMNS.contains(key)) {
         add(key, Some(value.into()));
     }
     settings.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ")
@@ -98,7 +102,7 @@ mod tests {
     fn outputs_and_budgets_are_no_workload_and_sizes_are() {
         let plain = settings(RUN).unwrap();
         assert_eq!(plain, "");
-        for same in ["-o x.csv --max_time 5 -q", "--moe_routing recipe", "-tp 1", "--margin 0.02"] {
+        for same in ["-o x.csv --max_time 5 -q", "--moe_routing recipe", "-tp 1", "--margin 0.02", "model.cuda_graph_scope=[]"] {
             assert_eq!(settings(&format!("{RUN} {same}")).unwrap(), plain, "{same}");
         }
         for other in

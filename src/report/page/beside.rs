@@ -45,6 +45,8 @@ pub enum Phase {
     FirstReplay,
     Switch,
     Steady,
+    /// After timing, like the equality check.
+    FinalCheck,
 }
 
 impl Phase {
@@ -56,6 +58,7 @@ impl Phase {
             Phase::FirstReplay => "first replay",
             Phase::Switch => "switch of arms",
             Phase::Steady => "steady",
+            Phase::FinalCheck => "final check",
         }
     }
 
@@ -72,6 +75,7 @@ impl Phase {
             "first_replay" => Phase::FirstReplay,
             "switch" => Phase::Switch,
             "steady" => Phase::Steady,
+            "final_check" => Phase::FinalCheck,
             _ => return None,
         })
     }

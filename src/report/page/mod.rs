@@ -10,6 +10,7 @@ mod pictures;
 mod rows;
 mod scatter;
 mod steps;
+mod sweep;
 mod verdict;
 
 use data::{Group, Input, label};
@@ -74,6 +75,7 @@ fn section(group: &Group, drawn: &mut usize, all_runs: usize) -> String {
             group.runs.len()
         );
     }
+    text += &sweep::html(group);
     if !measured.runs.is_empty() {
         text += &pictures::step_time(&measured).html();
         text += &scatter::frontier(&measured).map_or(String::new(), |f| f.html());

@@ -129,7 +129,10 @@ fn panels(run: &Run, steps: &[Step]) -> Vec<Panel> {
     let mut panels = Vec::new();
     if !before.is_empty() {
         panels.push(Panel {
-            title: "before timing [ms]",
+            title: match before.iter().any(|d| d.phase == Phase::FinalCheck) {
+                true => "before and after timing [ms]",
+                false => "before timing [ms]",
+            },
             axis: "steps, in their order",
             dots: before,
             timed: false,

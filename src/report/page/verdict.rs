@@ -27,6 +27,9 @@ pub fn html(groups: &[Group]) -> String {
             );
             told += 1;
         }
+        for said in super::sweep::recommended(group) {
+            let _ = writeln!(text, "<li><b>{}</b></li>", prose(&said));
+        }
         text += "</ul>\n";
     }
     let all: usize = groups.iter().map(|g| g.runs.len()).sum();

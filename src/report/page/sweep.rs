@@ -1,0 +1,84 @@
+//! A sweep's table and recommendation, in the words of `--sweep` itself.
+
+use super::data::{Group, Run};
+use super::html::{Cell, Table, escape};
+use crate::measure::options::DEFAULT_MARGIN;
+use crate::report::recommend::{Tried, failures, sentences, table};
+use std::fmt::Write;
+
+/// Runs of one file and host model that captured different things: narrowest first.
+struct Sweep<'a> {
+    /// What tells it from another of the same job; empty when there is one.
+    name: String,
+    margin: f64,
+    tried: Vec<Tried>,
+    runs: Vec<&'a Run<'a>>,
+}
+
+fn sweeps<'a>(group: &'a Group<'a>) -> Vec<Sweep<'a>> {
+    let mut sweeps: Vec<Sweep> = Vec::new();
+    for run in &group.runs {
+        let with_graphs = run.sides.iter().any(|r| r.cell("arm") == "graph") && run.cell("aa").is_empty();
+        if !with_graphs {
+            continue;
+        }
+        let name = match run.cell("host_model") {
+            "" | "bare" => run.file.name.clone(),
+            model => format!("{}, host {model}", run.file.name),
+        };
+        let at = sweeps.iter().position(|s| s.name == name).unwrap_or(sweeps.len());
+        if at == sweeps.len() {
+            sweeps.push(Sweep { name, margin: DEFAULT_MARGIN, tried: vec![], runs: vec![] });
+        }
+        // A scope that was run again: the later run counts.
+        sweeps[at].runs.retain(|r| r.scope() != run.scope());
+        sweeps[at].runs.push(run);
+    }
+    sweeps.retain(|s| s.runs.len() > 1);
+    for sweep in &mut sweeps {
+        let mut tried: Vec<Tried> = sweep.runs.iter().filter_map(|r| tried(r)).collect();
+        // Where files do not say, in their order, which is a sweep's.
+        tried.sort_by(|a, b| a.captured.partial_cmp(&b.captured).unwrap_or(std::cmp::Ordering::Equal));
+        sweep.tried = tried;
+        sweep.margin = sweep.runs.iter().find_map(|r| r.figure("margin")).unwrap_or(DEFAULT_MARGIN);
+    }
+    if sweeps.len() == 1 {
+        sweeps[0].name.clear();
+    }
+    sweeps
+}
+
+fn tried(run: &Run) -> Option<Tried> {
+    let row = run.sides.iter().find(|r| r.cell("arm") == "graph")?;
+    Some(Tried::of_cells(&|column| row.cell(column).to_owned()))
+}
+
+/// The sentences of a job's sweeps, for the top of the page.
+pub fn recommended(group: &Group) -> Vec<String> {
+    let of = |s: Sweep| {
+        let named = if s.name.is_empty() { String::new() } else { format!("{}: ", s.name) };
+        sentences(&s.tried, s.margin).into_iter().map(move |said| format!("{named}{said}"))
+    };
+    sweeps(group).into_iter().flat_map(of).collect()
+}
+
+/// Table, failures and recommendation of every sweep of a job; empty when there is none.
+pub fn html(group: &Group) -> String {
+    let mut text = String::new();
+    for sweep in sweeps(group) {
+        let named = if sweep.name.is_empty() { String::new() } else { format!(": {}", sweep.name) };
+        let _ = writeln!(text, "<h3>Which scope to take{}</h3>", escape(&named));
+        for said in sentences(&sweep.tried, sweep.margin) {
+            let _ = writeln!(text, "<p><b>{}</b></p>", escape(&said));
+        }
+        let lines = table(&sweep.tried);
+        let head: Vec<&str> = lines[0].iter().map(String::as_str).collect();
+        let mut shown = Table::new("sweep_scopes", &head);
+        shown.rows = lines[1..].iter().map(|l| l.iter().map(Cell::text).collect()).collect();
+        text += &shown.html();
+        for failure in failures(&sweep.tried) {
+            let _ = writeln!(text, "<p class=note>{}</p>", escape(&failure));
+        }
+    }
+    text
+}
