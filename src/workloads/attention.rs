@@ -264,10 +264,8 @@ impl Stack<'_> {
         }
         self.b.launch(QkvRopeBwd::of(&rope), &args);
         if let Some(partial) = partial {
-            for (first, what) in [(0, "q_norm"), (d.head, "k_norm")] {
-                let grad = w(self, what)?.grad;
-                self.column_sum(rows, 2 * d.head, first, d.head, partial, grad);
-            }
+            let [q, k] = [w(self, "q_norm")?.grad, w(self, "k_norm")?.grad];
+            self.column_sum(rows, partial, &[(d.head, q), (d.head, k)]);
         }
         let y = self.act(l, "attn.norm.out", &[self.split_tokens, h]);
         let y = self.gather_tokens(l, "attn.norm", y, h);
