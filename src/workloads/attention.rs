@@ -242,7 +242,7 @@ impl Stack<'_> {
         args.extend(dsinks);
         self.b.launch(AttnBwd { shape }, &args);
         if let (Some(sinks), Some(dsinks)) = (sinks, dsinks) {
-            self.column_sum(batch, heads, 0, heads, dsinks, sinks.grad);
+            self.column_sum(batch, dsinks, &[(heads, sinks.grad)]);
         }
         let (dk, dv) = (self.reduce_context(l, "dk", dk, d.kv), self.reduce_context(l, "dv", dv, d.kv));
 
