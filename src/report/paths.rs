@@ -11,9 +11,10 @@ enum Access {
     Reads,
     /// Records are added to it; whoever does so checks what is in it.
     Appends,
-    /// Written whole. One that is there begins with `start`, whatever the case of letters.
+    /// Written whole. One that is there has `mark` at `offset`, whatever the case of letters.
     Replaces {
-        start: Vec<u8>,
+        offset: usize,
+        mark: Vec<u8>,
         kind: &'static str,
     },
 }
@@ -53,7 +54,19 @@ impl Paths {
 
     /// `option` replaces `path`, which is no file yet, or an empty one, or a `kind` that begins with `start`.
     pub fn replaces(&mut self, option: &str, path: &Path, start: &[u8], kind: &'static str) -> &mut Self {
-        self.add(option, path, Access::Replaces { start: start.to_vec(), kind })
+        self.replaces_at(option, path, 0, start, kind)
+    }
+
+    /// [`Paths::replaces`] of a kind whose mark stands `offset` bytes from the start.
+    pub fn replaces_at(
+        &mut self,
+        option: &str,
+        path: &Path,
+        offset: usize,
+        mark: &[u8],
+        kind: &'static str,
+    ) -> &mut Self {
+        self.add(option, path, Access::Replaces { offset, mark: mark.to_vec(), kind })
     }
 
     fn add(&mut self, option: &str, path: &Path, access: Access) -> &mut Self {
@@ -84,8 +97,8 @@ impl Paths {
             });
         }
         for u in &self.0 {
-            if let Access::Replaces { start, kind } = &u.access {
-                file::check(&u.path, start, kind).map_err(|reason| {
+            if let Access::Replaces { offset, mark, kind } = &u.access {
+                file::check_at(&u.path, *offset, mark, kind).map_err(|reason| {
                     format!("{}: cannot write {}: {reason}; choose another file", u.option, u.path.display())
                 })?;
             }
