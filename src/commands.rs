@@ -21,7 +21,20 @@ pub struct Usage(pub String);
 
 /// One line on standard error, come what may: a reader that closed it is no reason to stop.
 pub fn say(line: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
+    let _ = writeln!(std::io::stderr().lock(), "{}", visible(line));
+}
+
+/// A user's text may hold what a terminal acts on, or what turns the direction of writing: it is shown, not sent.
+fn visible(text: &str) -> std::borrow::Cow<'_, str> {
+    let hidden = |c: char| {
+        (c.is_control() && c != '\n' && c != '\t')
+            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    if !text.contains(hidden) {
+        return text.into();
+    }
+    let shown = |c: char| if hidden(c) { c.escape_unicode().to_string() } else { c.to_string() };
+    text.chars().map(shown).collect::<String>().into()
 }
 
 /// Says what stops the program, in one line.
@@ -183,4 +196,15 @@ pub fn recipes(command: &RecipesCommand, out: &mut dyn Write) -> anyhow::Result<
 /// An output that cannot be written.
 pub fn rules(out: &mut dyn Write) -> anyhow::Result<()> {
     Ok(out.write_all(rules::print().as_bytes())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_terminal_acts_on_is_shown() {
+        assert_eq!(visible("a\u{1b}[2Jb\u{202e}c\n"), "a\\u{1b}[2Jb\\u{202e}c\n");
+        assert_eq!(visible("größer\t1"), "größer\t1");
+    }
 }

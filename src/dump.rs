@@ -4,6 +4,8 @@
 use crate::config::RunConfig;
 use crate::device::{Arm, DeviceError, Executor};
 use crate::program::{BufId, Lifetime, Program};
+use crate::report::{Paths, file};
+use crate::run::files::{CONFIG_KIND, CONFIG_START};
 use anyhow::Context;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::Path;
@@ -18,19 +20,39 @@ pub fn keep_routing(program: &mut Program) {
     }
 }
 
-/// Makes the folder and tries a file there, before anything runs.
+/// Files of tensors, by the end of their name.
+const TENSORS: [&str; 3] = ["weights", "grads", "step"];
+/// What follows the header's length in a file of tensors: the header, JSON.
+const TENSORS_MARK: (usize, &[u8]) = (8, b"{\"");
+
+/// Adds the files in `dir` to what the command writes.
+pub fn files(dir: &Path, paths: &mut Paths) {
+    const OPTION: &str = "--dump";
+    // In a folder that is made later nothing can be of another kind.
+    let fresh = !dir.is_dir();
+    for name in TENSORS {
+        let path = dir.join(format!("{name}.safetensors"));
+        match fresh {
+            true => paths.appends(OPTION, &path),
+            false => paths.replaces_at(OPTION, &path, TENSORS_MARK.0, TENSORS_MARK.1, "file of tensors"),
+        };
+    }
+    let config = dir.join("config.json");
+    match fresh {
+        true => paths.appends(OPTION, &config),
+        false => paths.replaces(OPTION, &config, CONFIG_START, CONFIG_KIND),
+    };
+}
+
+/// Makes the folder and tries a file there, before anything runs; leaves none.
 ///
 /// # Errors
 /// A folder that cannot be made or written.
 pub fn check(dir: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir).with_context(|| format!("--dump: cannot create {}", dir.display()))?;
-    let config = dir.join("config.json");
-    std::fs::OpenOptions::new()
-        .append(true)
-        .create(true)
-        .open(&config)
-        .map(drop)
-        .with_context(|| format!("--dump: cannot write {}", config.display()))
+    let mut paths = Paths::default();
+    files(dir, &mut paths);
+    paths.check().map_err(anyhow::Error::msg)
 }
 
 /// Runs one step and writes `weights.safetensors`, `step.safetensors`, `grads.safetensors` and `config.json`.
@@ -57,12 +79,12 @@ pub fn dump(
             || ROUTING.iter().any(|r| name.ends_with(r))
     });
     let step = read_all(program, executor, step)?;
-    for (file, tensors) in [("weights", weights), ("grads", grads), ("step", step)] {
+    for (file, tensors) in TENSORS.into_iter().zip([weights, grads, step]) {
         write(&dir.join(format!("{file}.safetensors")), &tensors)?;
     }
     let config = dir.join("config.json");
-    std::fs::write(&config, serde_json::to_string_pretty(cfg)?)
-        .with_context(|| format!("--dump: cannot write {}", config.display()))
+    file::replace(&config, serde_json::to_string_pretty(cfg)?.as_bytes())
+        .map_err(|e| anyhow::anyhow!("--dump: cannot write {}: {e}", config.display()))
 }
 
 /// One weight (not the flat buffer that holds all, nor its shards and buckets).
@@ -91,5 +113,13 @@ fn write(path: &Path, tensors: &[Tensor]) -> anyhow::Result<()> {
         .iter()
         .map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes)?)));
     let views: Vec<_> = views.collect::<Result<_, safetensors::SafeTensorError>>()?;
-    serialize_to_file(views, None, path).with_context(|| format!("--dump: cannot write {}", path.display()))
+    // Beside it first: what does not fit leaves nothing, and what was there stays.
+    let new = path.with_extension("new");
+    let written = serialize_to_file(views, None, &new)
+        .map_err(anyhow::Error::from)
+        .and_then(|()| Ok(std::fs::rename(&new, path)?));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&new);
+    }
+    written.map_err(|e| anyhow::anyhow!("--dump: cannot write {}: {e}", path.display()))
 }

@@ -89,7 +89,7 @@ pub fn find(name: &str) -> Result<&'static Key, KeyError> {
     let target = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, target)| target);
     KEYS.iter()
         .find(|k| k.name == target)
-        .ok_or_else(|| KeyError::Unknown { key: name.to_owned(), nearest: nearest_key(name) })
+        .ok_or_else(|| KeyError::Unknown { key: short(name), nearest: nearest_key(name) })
 }
 
 /// The nearest known name: by the last part first (`hidden_size` for `model.hidden_size`), then by spelling.
@@ -100,10 +100,28 @@ fn nearest_key(name: &str) -> Option<String> {
     nearest(name, KEYS.iter().map(|k| k.name))
 }
 
+/// No name is half as long: a longer word is none that was misspelt, and to compare it takes time.
+pub const LONGEST_MISSPELT: usize = 128;
+/// Characters of a user's text that a message repeats.
+const REPEATED: usize = 100;
+
+/// The beginning of a text that is too long to be repeated in a message.
+pub fn short(text: &str) -> String {
+    match text.char_indices().nth(REPEATED) {
+        Some((end, _)) => format!("{}... ({} characters)", &text[..end], text.chars().count()),
+        None => text.to_owned(),
+    }
+}
+
 /// The candidate whose spelling is nearest to `word`, if any is near enough to be a likely misspelling.
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     /// Jaro-Winkler similarity under which two names have little in common; strsim's scale is 0 to 1.
     const NEAR: f64 = 0.8;
+    if word.len() > LONGEST_MISSPELT {
+        return None;
+    }
+    let word = word.to_lowercase();
+    let word = word.as_str();
     candidates
         .into_iter()
         .map(|c| (strsim::jaro_winkler(word, c) + strsim::normalized_damerau_levenshtein(word, c), c))
@@ -138,6 +156,9 @@ mod tests {
         assert_eq!(suggested("model.hiden_size").as_deref(), Some("model.hidden_size"));
         assert_eq!(suggested("hidden_size").as_deref(), Some("model.hidden_size"));
         assert_eq!(suggested("zzz"), None);
+        assert_eq!(suggested(&"model.hiden_size".repeat(10_000)), None);
+        assert!(find(&"x".repeat(100_000)).unwrap_err().to_string().len() < 200);
+        assert_eq!(nearest("H100", ["b200", "h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(find("model.delay_wgrad_compute").map(|k| k.name), Ok("comm_overlap.delay_wgrad_compute"));
     }
 }

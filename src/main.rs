@@ -5,6 +5,9 @@ use mbperf::{commands, run};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    // Past a limit of file sizes a write then fails, as on a full disk, and is told; otherwise the process is killed.
+    #[cfg(unix)]
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Default::default());
     let command = match args::parse(std::env::args_os()) {
         Ok(command) => command,
         Err(e) => return commands::show(&e),

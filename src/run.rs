@@ -12,38 +12,43 @@ use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::device::guard::{Beat, Guarded};
-use crate::device::inject::Inject;
+use crate::device::inject::{Inject, Kind};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
+use crate::measure::outcome::FinalCheck;
 use crate::measure::{self, Hooks, Options, Status};
 use crate::overrides::{self, Resolved};
 use crate::profile::Profile;
 use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::report::xlsx::Book;
-use crate::report::{Row, RunFacts, Target, Terminal, Writer, run_id, summary};
+use crate::report::{Row, RunFacts, Target, Terminal, Writer, file, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
 use crate::{dryrun, dump, report_files, sweep};
-use anyhow::Context;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 mod beside;
 mod dropped;
+pub(crate) mod files;
 mod in_turn;
+mod interrupt;
 mod profile;
 mod scopes;
+mod threads;
 
 use beside::{extrapolation, side_points, watchdog};
+use interrupt::Interrupt;
 
 /// Runs a command line; returns the exit code.
 ///
 /// # Errors
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
+    // From the start: as a container's first process it would not be ended by a signal that it does not handle.
+    let interrupt = Interrupt::watch()?;
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     if args.variant.list_config_variants {
         return list_variants(&catalogue, args);
@@ -52,12 +57,12 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         profile::check(args)?;
     }
     if args.mbperf.sweep {
-        let interrupt = interrupt_flag()?;
         let book = report_files::book(args)?;
         let code = scopes::run(args, &catalogue, &interrupt, book.as_ref())?;
         return report_files::save(args, book.as_deref(), code);
     }
     let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    check(&resolved, args)?;
     say_notices(&resolved, args);
     if args.general.dryrun {
         save_config(&resolved.config, args)?;
@@ -72,7 +77,6 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
             "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
         ));
     }
-    let interrupt = interrupt_flag()?;
     let book = report_files::book(args)?;
     let code = sweep::each([resolved], |resolved| one(resolved, args, &interrupt, book.as_ref()));
     report_files::save(args, book.as_deref(), code)
@@ -82,9 +86,10 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
 fn one(
     mut resolved: Resolved,
     args: &Args,
-    interrupt: &AtomicBool,
+    interrupt: &Interrupt,
     book: Option<&Arc<Mutex<Book>>>,
 ) -> anyhow::Result<u8> {
+    interrupt.planning();
     let effective = resolved.config.clone();
     let faults = faults(args)?;
     let host_model = HostModel::load(&args.mbperf.host_model)?;
@@ -96,22 +101,22 @@ fn one(
     let mut options = options(&resolved, args, on_gpu);
     options.check().map_err(|e| usage(&e))?;
     let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
-    let target = Target::new(
-        args.mbperf.output.as_ref().and_then(|p| p.to_str()),
-        &resolved.config.identity.recipe,
-        &resolved.config.identity.gpu,
-        &resolved.config.identity.recipe_dtype,
-    );
+    if !on_gpu {
+        threads::check()?;
+    }
+    let target = target(&resolved, args);
+    let _running = interrupt.running();
     let mut writer = Writer::open_in(&target, args.mbperf.csv_dialect)?;
     book.into_iter().for_each(|b| writer.keep(b.clone()));
     profile::prepare(args, &mut writer)?;
+    interrupt.opened(&writer);
+    if let Some(dir) = &args.mbperf.dump {
+        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
+    }
     save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
-    if let Some(dir) = &args.mbperf.dump {
-        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
-    }
     if let Some(model) = &host_model {
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
         options.host_costs = Some(costs);
@@ -119,15 +124,18 @@ fn one(
         facts.host_model_other_fraction =
             Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
     }
-    if args.mbperf.resume && resumed(args, &facts, &options, &writer)? {
+    let held = if args.mbperf.resume { held(args, &facts, &options, &writer)? } else { 0 };
+    if held >= args.mbperf.repeat {
         return Ok(0);
     }
+    let fault = faults.clone();
     let told = Arc::new(Mutex::new(facts.clone()));
     let beat = watchdog(args, told.clone(), options.clone(), target)?;
-    let extrapolated = match side_points(&resolved, args, on_gpu, &options, &beat, interrupt, &mut terminal) {
-        Ok(points) => points,
-        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
-    };
+    let extrapolated =
+        match side_points(&resolved, args, on_gpu, &options, &beat, interrupt.flag(), &mut terminal) {
+            Ok(points) => points,
+            Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
+        };
     let mut executor = match open_device(&plan, args, on_gpu, faults, beat.clone()) {
         Ok(executor) => Ok(executor),
         Err(error) if in_turn::worth_a_try(args, &plan, &error) => Err(error),
@@ -143,8 +151,8 @@ fn one(
     }
     let mut code = 0;
     let mut outcomes = Vec::new();
-    for repetition in 1..=args.mbperf.repeat {
-        if repetition > 1 {
+    for repetition in held + 1..=args.mbperf.repeat {
+        if repetition > held + 1 {
             facts.run_id = run_id::new();
             facts.started_at = run_id::utc_now();
         }
@@ -159,7 +167,7 @@ fn one(
         let mut outcome = None;
         if let Ok(executor) = &mut executor {
             writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
-            let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+            let hooks = Hooks { interrupt: interrupt.flag(), progress: &mut terminal, sink: &mut writer };
             outcome = Some(measure::run(executor, &options, hooks));
             if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, executor) {
                 (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
@@ -175,7 +183,7 @@ fn one(
                 facts.run_id = run_id::new();
             }
             writer.begin_run(&facts.run_id, &run_line(&resolved, &DeviceInfo::default(), &facts))?;
-            let hooks = Hooks { interrupt, progress: &mut terminal, sink: &mut writer };
+            let hooks = Hooks { interrupt: interrupt.flag(), progress: &mut terminal, sink: &mut writer };
             if let Some((found, info)) = in_turn::measure(args, &plan, on_gpu, &beat, &options, hooks) {
                 add_device(&mut facts, &info);
                 outcome = Some(found);
@@ -216,19 +224,64 @@ fn one(
         }
     }
     drop(executor);
+    if let (Some(fault), Some(last)) = (&fault, outcomes.last()) {
+        say_unseen(fault, last);
+    }
     if args.mbperf.repeat > 1 {
         say(args, &summary::repetitions(&outcomes));
     }
     Ok(code)
 }
 
-/// `--resume`: whether the output file holds this run already.
-fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<bool> {
+/// What a command line asks for that no run can give, and files that it may not write; nothing is touched yet.
+fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
+    options(resolved, args, false).check().map_err(|e| usage(&e))?;
+    beside::limit(args)?;
+    faults(args)?;
+    files::paths(args, &target(resolved, args)).check().map_err(|e| usage(&e))
+}
+
+fn target(resolved: &Resolved, args: &Args) -> Target {
+    let i = &resolved.config.identity;
+    let output = args.mbperf.output.as_ref().and_then(|p| p.to_str());
+    Target::new(output, &i.recipe, &i.gpu, &i.recipe_dtype)
+}
+
+/// A fault that was asked for and shows in no result must not be taken for one that was found harmless.
+fn say_unseen(fault: &Inject, outcome: &measure::Outcome) {
+    if !fault.happened() {
+        complain(&format!(
+            "--inject {fault} did not happen: the run ended before the phase {} came so far",
+            fault.phase
+        ));
+    } else if fault.kind == Kind::WrongResult && outcome.status.exit_code() == 0 {
+        let why = match &outcome.final_check {
+            Some(FinalCheck::Skipped(reason)) => format!("the final check was left out: {reason}"),
+            _ => "nothing is compared after that phase".into(),
+        };
+        complain(&format!("--inject {fault} happened and nothing saw it: {why}"));
+    }
+}
+
+/// Starts a thread; what could keep it from starting is told in one line.
+fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+    let started = std::thread::Builder::new().name(name.into()).spawn(body);
+    started.map(drop).map_err(|e| threads::none(&format!("the thread {name:?}"), &e))
+}
+
+/// `--resume`: how many of the repetitions the output file holds already.
+fn held(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<u32> {
     let Some(path) = writer.path() else {
         return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
     };
     let rows = Row::without_outcome(facts, options, "skipped", "");
-    let Some(run_id) = sweep::already_run(path, &rows)? else { return Ok(false) };
+    let ids = sweep::already_run(path, &rows)?;
+    let Some(run_id) = ids.last() else { return Ok(0) };
+    let (held, wanted) = (u32::try_from(ids.len()).unwrap_or(u32::MAX), args.mbperf.repeat);
+    if held < wanted {
+        say(args, &format!("--resume: {} holds {held} of {wanted} repetitions already", path.display()));
+        return Ok(held);
+    }
     say(
         args,
         &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
@@ -236,7 +289,7 @@ fn resumed(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) ->
     if args.mbperf.format == Format::Json {
         writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
     }
-    Ok(true)
+    Ok(held)
 }
 
 fn usage(message: &str) -> anyhow::Error {
@@ -246,7 +299,7 @@ fn usage(message: &str) -> anyhow::Error {
 /// `--save_config_filepath`: the effective configuration, before a CPU run makes it small.
 fn save_config(config: &RunConfig, args: &Args) -> anyhow::Result<()> {
     let Some(path) = &args.logging.save_config_filepath else { return Ok(()) };
-    std::fs::write(path, serde_json::to_string_pretty(config)?).map_err(|e| {
+    file::replace(path, serde_json::to_string_pretty(config)?.as_bytes()).map_err(|e| {
         usage(&format!("--save_config_filepath: cannot write {}: {e}; choose another file", path.display()))
     })
 }
@@ -430,11 +483,10 @@ fn choose_device(args: &Args) -> anyhow::Result<bool> {
 }
 
 fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
-    args.mbperf
-        .inject
-        .first()
-        .map(|text| text.parse::<Inject>().map_err(|e| Usage(format!("--inject: {e}")).into()))
-        .transpose()
+    let parse = |text: &String| text.parse::<Inject>().map_err(|e| usage(&format!("--inject: {e}")));
+    let all = args.mbperf.inject.iter().map(parse).collect::<anyhow::Result<Vec<_>>>()?;
+    // As with every option, the last one wins; the others are still read.
+    Ok(all.into_iter().last())
 }
 
 fn open_device(
@@ -483,17 +535,6 @@ fn failed_before_steps(
         writer.rows(&Row::without_outcome(facts, options, "failed", &reason))?;
     }
     Err(error.into())
-}
-
-fn interrupt_flag() -> anyhow::Result<Arc<AtomicBool>> {
-    let flag = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // A second signal ends the process at once, should a device call hang.
-        signal_hook::flag::register_conditional_shutdown(signal, 130, flag.clone())
-            .context("cannot watch for signals")?;
-        signal_hook::flag::register(signal, flag.clone()).context("cannot watch for signals")?;
-    }
-    Ok(flag)
 }
 
 fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
@@ -575,7 +616,9 @@ fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
 }
 
 fn run_line(resolved: &Resolved, info: &DeviceInfo, facts: &RunFacts) -> Value {
-    let environment: serde_json::Map<String, Value> = std::env::vars()
+    let environment: serde_json::Map<String, Value> = std::env::vars_os()
+        // What is no text stays readable, and other variables are not looked at.
+        .filter_map(|(k, v)| Some((k.into_string().ok()?, v.to_string_lossy().into_owned())))
         .filter(|(k, _)| ["CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "MBPERF_"].iter().any(|p| k.starts_with(p)))
         .map(|(k, v)| (k, Value::String(v)))
         .collect();

@@ -28,16 +28,16 @@ pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyh
     first
 }
 
-/// The run id of an earlier run in the file at `path` that has an `ok` row for each of `rows`, the rows that the run
-/// about to start would leave; `None` when there is none.
+/// The run ids of earlier runs in the file at `path`, oldest first, that have an `ok` row for each of `rows`, the rows
+/// that the run about to start would leave.
 ///
 /// # Errors
 /// A file that cannot be read (exit 2).
-pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Option<String>> {
+pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Vec<String>> {
     let source =
         Source { name: path.display().to_string(), bytes: std::fs::read(path).map_err(|e| e.to_string()) };
     if source.bytes.as_ref().is_ok_and(Vec::is_empty) {
-        return Ok(None);
+        return Ok(Vec::new());
     }
     let records = read::records(&source).map_err(|reason| Usage(format!("--resume: {reason}")))?;
     let text = |command: &str| workload::settings(command).unwrap_or_else(|| command.to_owned());
@@ -60,7 +60,13 @@ pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Option<String>> 
         .map(|r| (r.cell("run_id"), identity(&|column| r.cell(column).to_owned())))
         .collect();
     let whole = |id: &str| wanted.iter().all(|w| done.iter().any(|(i, d)| *i == id && d == w));
-    Ok(done.iter().rev().map(|(id, _)| *id).find(|id| !wanted.is_empty() && whole(id)).map(String::from))
+    let mut ids: Vec<String> = Vec::new();
+    for (id, _) in done.iter().filter(|(id, _)| !wanted.is_empty() && whole(id)) {
+        if !ids.iter().any(|known| known == id) {
+            ids.push((*id).to_owned());
+        }
+    }
+    Ok(ids)
 }
 
 #[cfg(test)]
@@ -119,7 +125,8 @@ mod tests {
         let asked = |path: &Path, change: &dyn Fn(&mut RunFacts)| {
             let mut facts = RunFacts { run_id: "second".into(), started_at: "later".into(), ..facts() };
             change(&mut facts);
-            already_run(path, &Row::without_outcome(&facts, &Options::default(), "skipped", "")).unwrap()
+            let rows = Row::without_outcome(&facts, &Options::default(), "skipped", "");
+            already_run(path, &rows).unwrap().pop()
         };
         let (_folder, path) = written("ok", 2);
         assert_eq!(asked(&path, &|_| {}).as_deref(), Some("first"));

@@ -349,12 +349,14 @@ fn unknown(command: &clap::Command, name: &str) -> ArgsError {
 /// A token that is no option must be `key=value`.
 fn check_override(text: &str) -> Result<(), ArgsError> {
     let usage = |message: String| Err(ArgsError::Usage(format!("error: {message}")));
+    let shown = crate::keys::short(text);
     let legal =
         |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
     match text.split_once('=') {
         Some((key, _)) if legal(key) => Ok(()),
         Some((key, _)) => {
-            usage(format!("`{text}`: `{key}` is no configuration key; write it as model.num_layers=16"))
+            let key = crate::keys::short(key);
+            usage(format!("`{shown}`: `{key}` is no configuration key; write it as model.num_layers=16"))
         }
         None if SCOPES.iter().any(|(n, _)| *n == text) => usage(format!(
             "`{text}` stands alone; scopes are joined by commas: --cuda_graph_scope attn,{text}"
@@ -362,7 +364,7 @@ fn check_override(text: &str) -> Result<(), ArgsError> {
         None => {
             let hint =
                 nearest(text, SUBCOMMANDS).map_or(String::new(), |n| format!(" Did you mean `mbperf {n}`?"));
-            usage(format!("`{text}` is neither an option nor a `key=value` override.{hint}"))
+            usage(format!("`{shown}` is neither an option nor a `key=value` override.{hint}"))
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Types of option values, in the harness's spelling.
 
 use crate::config::{GraphImpl, Scope};
+use crate::keys::LONGEST_MISSPELT;
 use std::fmt;
 use std::str::FromStr;
 
@@ -36,6 +37,9 @@ pub fn scope_name(value: Scope) -> &'static str {
 pub fn nearest<'a>(wrong: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     /// Below this similarity a guess confuses more than it helps (clap uses 0.7 for its own).
     const SIMILAR: f64 = 0.7;
+    if wrong.len() > LONGEST_MISSPELT {
+        return None;
+    }
     let score = |name: &str| strsim::jaro_winkler(&wrong.to_lowercase(), name);
     names
         .into_iter()

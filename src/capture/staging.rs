@@ -19,6 +19,8 @@ pub fn stage(program: &Program, marks: Vec<Option<String>>) -> (Program, Vec<Opt
     let mut saved: HashMap<(Option<usize>, usize), HashMap<BufId, BufId>> = HashMap::new();
     // Pass, and the label of the graph, in which each root buffer was last written.
     let mut writer: HashMap<BufId, (Pass, Option<String>)> = HashMap::new();
+    // Static buffers by name: a scan of all buffers for each would grow with the square of the layers.
+    let mut copies: HashMap<String, BufId> = HashMap::new();
     let mut start = 0;
     while start < marks.len() {
         let first = &program.launches[start];
@@ -43,7 +45,7 @@ pub fn stage(program: &Program, marks: Vec<Option<String>>) -> (Program, Vec<Opt
                 if rename.contains_key(&id) || !from_outside {
                     continue;
                 }
-                let fixed = static_copy(&mut out, id, label);
+                let fixed = static_copy(&mut out, &mut copies, id, label);
                 let b = out.buffer(id);
                 let copy = Launch {
                     op: Arc::new(Copy { dtype: b.dtype, len: b.len() }),
@@ -95,13 +97,15 @@ fn inputs(program: &Program, run: &[Launch]) -> Vec<BufId> {
     read
 }
 
-fn static_copy(out: &mut Program, id: BufId, label: &str) -> BufId {
+fn static_copy(out: &mut Program, known: &mut HashMap<String, BufId>, id: BufId, label: &str) -> BufId {
     let name = format!("static.{label}.{}", out.buffer(id).name);
-    if let Some(at) = out.buffers.iter().position(|b| b.name == name) {
-        return BufId(at as u32);
+    if let Some(&known) = known.get(&name) {
+        return known;
     }
+    let fixed_id = BufId(out.buffers.len() as u32);
+    known.insert(name.clone(), fixed_id);
     let b = out.buffer(id);
     let fixed = Buffer { name, init: Init::Poison, ..b.clone() };
     out.buffers.push(fixed);
-    BufId(out.buffers.len() as u32 - 1)
+    fixed_id
 }

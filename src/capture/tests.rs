@@ -480,7 +480,7 @@ fn expert_biases_move_once_a_step() {
         crate::program::BufId(at as u32)
     };
     let (bias, total) = (find("moe.expert_bias"), find("moe.tokens_per_expert"));
-    let mut storage = crate::device::cpu::Storage::new(&program, 5);
+    let mut storage = crate::device::cpu::Storage::new(&program, 5).unwrap();
     storage.reset(&program).unwrap();
     let mut counts = vec![0.0; 8];
     for l in &program.launches {
@@ -580,7 +580,7 @@ fn every_launch_writes_finite_values() {
         cfg.model.attention_dropout = 0.1;
         cfg.model.hidden_dropout = 0.1;
         let program = program(&cfg);
-        let mut storage = crate::device::cpu::Storage::new(&program, 5);
+        let mut storage = crate::device::cpu::Storage::new(&program, 5).unwrap();
         storage.reset(&program).unwrap();
         for (i, l) in program.launches.iter().enumerate() {
             storage.run(&program, l).unwrap();

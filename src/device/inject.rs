@@ -2,7 +2,10 @@
 
 use super::{Arm, DeviceError, Finished, Phase};
 use crate::program::{BufId, Lifetime, Program};
+use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -97,7 +100,7 @@ pub fn lasting(program: &Program) -> Option<BufId> {
 }
 
 /// One fault: of `kind`, at the `nth` time (from 1) that `phase` does something.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Inject {
     pub phase: Phase,
     pub kind: Kind,
@@ -105,11 +108,35 @@ pub struct Inject {
     seen: usize,
     /// The arm that has gone wrong: it stays so.
     wrong: Option<Arm>,
+    /// Shared by its clones: the one that a device was given tells the one that was kept.
+    happened: Arc<AtomicBool>,
+}
+
+/// What was asked for; not how far it has come.
+impl PartialEq for Inject {
+    fn eq(&self, other: &Self) -> bool {
+        (self.phase, self.kind, self.nth) == (other.phase, other.kind, other.nth)
+    }
+}
+
+impl Eq for Inject {}
+
+/// As it is typed.
+impl fmt::Display for Inject {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let kind = Kind::NAMES.iter().find(|k| k.1 == self.kind).map_or("", |k| k.0);
+        write!(f, "{}:{kind}:{}", self.phase, self.nth)
+    }
 }
 
 impl Inject {
     pub fn new(phase: Phase, kind: Kind, nth: usize) -> Self {
-        Self { phase, kind, nth, seen: 0, wrong: None }
+        Self { phase, kind, nth, seen: 0, wrong: None, happened: Arc::default() }
+    }
+
+    /// Whether the fault has happened, here or in a clone.
+    pub fn happened(&self) -> bool {
+        self.happened.load(Ordering::SeqCst)
     }
 
     /// Call it wherever `phase` does something. `Some`: the fault happens now.
@@ -118,7 +145,11 @@ impl Inject {
             return None;
         }
         self.seen += 1;
-        (self.seen == self.nth).then_some(self.kind)
+        let now = self.seen == self.nth;
+        if now {
+            self.happened.store(true, Ordering::SeqCst);
+        }
+        now.then_some(self.kind)
     }
 
     /// As [`Inject::fire`], with the kinds that are errors returned as such.
@@ -203,6 +234,8 @@ mod tests {
         assert_eq!(fault.fire(Phase::Steady), None);
         assert_eq!(fault.fire(Phase::Capture), Some(Kind::OutOfMemory));
         assert_eq!(fault.fire(Phase::Capture), None);
+        assert!(fault.clone().happened() && !Inject::new(Phase::Steady, Kind::Hang, 1).happened());
+        assert_eq!(fault.to_string(), "capture:out_of_memory:2");
         assert_eq!("steady:wrong_result".parse(), Ok(Inject::new(Phase::Steady, Kind::WrongResult, 1)));
     }
 

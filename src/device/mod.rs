@@ -186,6 +186,9 @@ pub struct Health {
 pub trait Executor {
     fn info(&self) -> DeviceInfo;
 
+    /// A watchdog that wants to know which phase a call of several has come to.
+    fn watched_by(&mut self, _beat: &guard::Beat) {}
+
     /// Names the phase for messages and fault injection.
     fn set_phase(&mut self, phase: Phase);
 

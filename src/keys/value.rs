@@ -21,7 +21,7 @@ pub fn parse_value(key: &str, text: &str) -> Result<(&'static str, Value), KeyEr
     }
     let quoted = unquote(text);
     if quoted.is_none() && !text.starts_with(['[', '(']) && text.contains(',') && row.kind != Kind::Str {
-        return Err(KeyError::Sweep { key: row.name.to_owned(), text: text.to_owned() });
+        return Err(KeyError::Sweep { key: row.name.to_owned(), text: super::short(text) });
     }
     let word = quoted.unwrap_or(text);
     let value = match row.kind {
@@ -165,6 +165,7 @@ fn term(text: &str) -> Option<(Vec<u64>, &str)> {
 }
 
 fn wrong(row: &Key, text: &str) -> KeyError {
+    let repeated = super::short(text);
     let mut expected = match row.kind {
         Kind::Int => "a whole number".to_owned(),
         Kind::Float => "a finite number".to_owned(),
@@ -180,13 +181,15 @@ fn wrong(row: &Key, text: &str) -> KeyError {
         expected.push_str(", or null");
     }
     let hint = match row.kind {
-        Kind::StrList | Kind::IntList if !text.starts_with('[') => format!("; write {}=[{text}]", row.name),
+        Kind::StrList | Kind::IntList if !text.starts_with('[') => {
+            format!("; write {}=[{repeated}]", row.name)
+        }
         Kind::Enum(words) => super::nearest(text, words.iter().copied())
             .map(|n| format!("; did you mean `{n}`?"))
             .unwrap_or_default(),
         _ => String::new(),
     };
-    KeyError::Value { key: row.name.to_owned(), text: text.to_owned(), expected, hint }
+    KeyError::Value { key: row.name.to_owned(), text: repeated, expected, hint }
 }
 
 #[cfg(test)]

@@ -5,8 +5,11 @@
 //! intervals of theirs overlap. Placement is first fit, largest first, which packs a transformer's step
 //! to within a few per cent of its peak of live bytes.
 
+mod first_fit;
+
 use super::{BufId, Lifetime, Program};
 use crate::ops::Access;
+use first_fit::{Placed, Taken};
 use serde::Serialize;
 
 /// Every piece of the arena starts on a multiple of this: what 16-byte vector access and cuBLASLt's
@@ -67,17 +70,6 @@ pub(crate) fn lifetimes(program: &Program) -> Vec<Vec<(usize, usize)>> {
     live
 }
 
-fn overlap(a: &[(usize, usize)], b: &[(usize, usize)]) -> bool {
-    let (mut i, mut j) = (0, 0);
-    while i < a.len() && j < b.len() {
-        if a[i].0 <= b[j].1 && b[j].0 <= a[i].1 {
-            return true;
-        }
-        if a[i].1 < b[j].1 { i += 1 } else { j += 1 }
-    }
-    false
-}
-
 /// Plans one arm. `captured[i]`: launch i lies in a graph. Buffers that captured launches touch form a
 /// region of their own, which no eager launch's private buffers share.
 pub fn plan(program: &Program, captured: &[bool]) -> MemoryPlan {
@@ -135,23 +127,15 @@ fn pack(
     places: &mut [Place],
 ) -> usize {
     let size = |i: usize| align(program.buffers[i].bytes());
-    members.sort_by_key(|&i| (std::cmp::Reverse(size(i)), live[i][0].0, i));
-    let mut placed: Vec<(usize, usize)> = Vec::new(); // (offset, buffer), sorted by offset
+    members.sort_by_cached_key(|&i| (std::cmp::Reverse(size(i)), live[i][0].0, i));
+    let mut placed = Placed::default();
     let mut used = 0;
     for i in members {
-        let mut offset = 0;
-        for &(o, j) in &placed {
-            if o >= offset + size(i) {
-                break;
-            }
-            if o + size(j) > offset && overlap(&live[i], &live[j]) {
-                offset = o + size(j);
-            }
-        }
-        let at = placed.partition_point(|&(o, _)| o <= offset);
-        placed.insert(at, (offset, i));
+        let bytes = size(i);
+        let offset = placed.first_fit(bytes, &live[i]);
+        placed.insert(Taken { offset, end: offset + bytes, live: &live[i] });
         places[i] = Place::Arena(base + offset);
-        used = used.max(offset + size(i));
+        used = used.max(offset + bytes);
     }
     used
 }

@@ -11,6 +11,14 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// The reason, for a person.
 pub fn check(path: &Path, magic: &[u8], kind: &str) -> Result<(), String> {
+    check_at(path, 0, magic, kind)
+}
+
+/// [`check`] of a kind whose mark stands `offset` bytes from the start.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_at(path: &Path, offset: usize, magic: &[u8], kind: &str) -> Result<(), String> {
     let name = path.display();
     if path.is_dir() {
         return Err(format!("{name} is a directory"));
@@ -29,9 +37,9 @@ pub fn check(path: &Path, magic: &[u8], kind: &str) -> Result<(), String> {
         if !is_file {
             return Ok(());
         }
-        let mut start = vec![0; magic.len()];
+        let mut start = vec![0; offset + magic.len()];
         return match file.read_exact(&mut start) {
-            Ok(()) if start.eq_ignore_ascii_case(magic) => Ok(()),
+            Ok(()) if start[offset..].eq_ignore_ascii_case(magic) => Ok(()),
             Err(e) if e.kind() == ErrorKind::UnexpectedEof && start_is_empty(path) => Ok(()),
             _ => Err(format!("{name} is there and is no {kind}: it is left as it is")),
         };

@@ -6,6 +6,7 @@ pub mod compare;
 pub mod dialect;
 pub mod file;
 pub mod page;
+pub mod paths;
 pub mod profile;
 pub mod progress;
 pub mod recommend;
@@ -21,6 +22,7 @@ mod tests;
 
 pub use columns::{COLUMNS, Column, SCHEMA_VERSION, Value};
 pub use dialect::Dialect;
+pub use paths::Paths;
 pub use progress::Terminal;
 pub use row::{Row, RunFacts};
 pub use writer::{OutputError, Target, Writer};

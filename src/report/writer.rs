@@ -12,10 +12,11 @@ use super::{blocks, profile, steps};
 use crate::measure::outcome::BlockRecord;
 use crate::measure::{StepRecord, StepSink};
 use crate::profile::Profile;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Why results cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +64,34 @@ impl Target {
             None => Target::Default(Path::new("results").join(format!("{recipe}_{gpu}_{dtype}.csv"))),
         }
     }
+
+    /// The rows' file.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Target::Stdout => None,
+            Target::File(path) | Target::Default(path) => Some(path),
+        }
+    }
+}
+
+/// Ends of the names of what stands beside the rows in every run.
+const NEIGHBOURS: [&str; 3] = ["steps.csv", "blocks.csv", "runs.jsonl"];
+/// What a line of the runs file begins with.
+const RUN_START: &[u8] = b"{\"run_id\"";
+/// How long another process's lock is waited for in silence, and how often it is asked for.
+const SILENT_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(20);
+
+/// Every file that a run of `target` adds to.
+pub fn files(target: &Target) -> Vec<PathBuf> {
+    let Some(path) = target.file() else { return Vec::new() };
+    let neighbours = NEIGHBOURS.iter().filter(|_| !is_device(path)).map(|n| beside(path, n));
+    std::iter::once(path.to_path_buf()).chain(neighbours).collect()
+}
+
+/// Whether something stands there that is no plain file.
+pub fn is_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|m| !m.is_file())
 }
 
 /// A CSV file, or a device such as `/dev/null`, that records are appended to.
@@ -99,8 +128,8 @@ impl Appender {
             Self { path: path.into(), file, header, kinds, dialect, crlf: true, regular, created };
         if regular {
             // Under the lock: another process's record may be half written at this moment.
-            let locked = lock(&appender.file).map_err(|e| refused(e.to_string()))?;
-            let checked = appender.check();
+            let locked = lock(&appender.file, path).map_err(|e| refused(e.to_string()))?;
+            let checked = appender.check().and_then(|()| appender.check_rows());
             let unlocked = if locked { appender.file.unlock() } else { Ok(()) };
             checked?;
             unlocked.map_err(|e| refused(e.to_string()))?;
@@ -138,6 +167,75 @@ impl Appender {
         }
     }
 
+    /// Refuses rows of another schema version under this header, and lines that are no rows. Looks at files that name
+    /// the version alone.
+    fn check_rows(&mut self) -> Result<(), OutputError> {
+        let path = self.path.display().to_string();
+        let refused = |reason: String| OutputError::Refused { path: path.clone(), reason };
+        let Some(at) = self.header.iter().position(|name| *name == "schema_version") else { return Ok(()) };
+        self.file.seek(SeekFrom::Start(0)).map_err(|e| refused(e.to_string()))?;
+        let mut reader = csv::ReaderBuilder::new()
+            .delimiter(self.dialect.separator())
+            .from_reader(io::BufReader::new(&self.file));
+        for (number, row) in reader.records().enumerate() {
+            let row = row.map_err(|e| refused(format!("row {} is none of mbperf's: {e}", number + 1)))?;
+            let version = row.get(at).unwrap_or_default();
+            if version.parse() != Ok(columns::SCHEMA_VERSION) {
+                return Err(refused(format!(
+                    "row {} is of schema version {version:?}, this is version {}",
+                    number + 1,
+                    columns::SCHEMA_VERSION
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The runs file: lines of JSON, of which the last is whole.
+    fn open_runs(path: PathBuf, dialect: Dialect) -> Result<Self, OutputError> {
+        let name = path.display().to_string();
+        let refused = |reason: String| OutputError::Refused { path: name.clone(), reason };
+        // A pipe would be waited for.
+        if is_device(&path) {
+            return Err(refused("it is there and is no plain file".into()));
+        }
+        let created = !path.exists();
+        let file = OpenOptions::new()
+            .read(true)
+            .append(true)
+            .create(true)
+            .open(&path)
+            .map_err(|e| refused(io_reason(&e, &path)))?;
+        let mut runs =
+            Self { path, file, header: vec![], kinds: vec![], dialect, crlf: false, regular: true, created };
+        let locked = lock(&runs.file, &runs.path).map_err(|e| refused(e.to_string()))?;
+        let checked = runs.check_lines();
+        let unlocked = if locked { runs.file.unlock() } else { Ok(()) };
+        checked.map_err(refused)?;
+        unlocked.map_err(|e| refused(e.to_string()))?;
+        Ok(runs)
+    }
+
+    /// Why no line can be added to a runs file.
+    fn check_lines(&mut self) -> Result<(), String> {
+        let told = |e: io::Error| e.to_string();
+        if self.file.metadata().map_err(told)?.len() == 0 {
+            return Ok(());
+        }
+        let mut start = Vec::new();
+        self.file.seek(SeekFrom::Start(0)).map_err(told)?;
+        (&mut self.file).take(RUN_START.len() as u64).read_to_end(&mut start).map_err(told)?;
+        if start != RUN_START {
+            return Err("it holds something else".into());
+        }
+        let mut last = [0];
+        self.file.seek(SeekFrom::End(-1)).and_then(|_| self.file.read_exact(&mut last)).map_err(told)?;
+        if last != *b"\n" {
+            return Err("its last line is not complete: remove that line first".into());
+        }
+        Ok(())
+    }
+
     /// First line with its end; `None` for an empty file. Reads no further than a header can be.
     fn first_line(&mut self) -> io::Result<Option<String>> {
         const LONGEST: u64 = 64 * 1024;
@@ -153,11 +251,11 @@ impl Appender {
 
     /// Appends records, and the header to a file that is still empty.
     fn append<R: AsRef<[String]>>(&mut self, records: &[R]) -> io::Result<()> {
-        let mut locked = self.regular && lock(&self.file)?;
+        let mut locked = self.regular && lock(&self.file, &self.path)?;
         while self.regular && !self.is_in_place() {
             // Whoever made the file left nothing in it and took it away after it was opened here.
             self.file = OpenOptions::new().read(true).append(true).create(true).open(&self.path)?;
-            locked = lock(&self.file)?;
+            locked = lock(&self.file, &self.path)?;
         }
         let written = self.append_locked(records);
         let unlocked = if locked { self.file.unlock() } else { Ok(()) };
@@ -200,7 +298,7 @@ impl Appender {
 impl Drop for Appender {
     fn drop(&mut self) {
         // Under the lock, so that no other process begins the file between the look and the removal.
-        if self.created && self.regular && lock(&self.file).is_ok() {
+        if self.created && self.regular && !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock)) {
             let empty = self.file.metadata().is_ok_and(|m| m.len() == 0);
             if empty && self.is_in_place() {
                 let _ = std::fs::remove_file(&self.path);
@@ -210,11 +308,27 @@ impl Drop for Appender {
 }
 
 /// Locks a file; false where the file system knows no locks (one appending write is then the best there is).
-fn lock(file: &File) -> io::Result<bool> {
-    match file.lock() {
-        Ok(()) => Ok(true),
-        Err(e) if e.kind() == ErrorKind::Unsupported => Ok(false),
-        Err(e) => Err(e),
+/// Whoever is kept waiting is told so.
+fn lock(file: &File, path: &Path) -> io::Result<bool> {
+    let begun = Instant::now();
+    let mut told = false;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(true),
+            Err(TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => return Ok(false),
+            Err(TryLockError::Error(e)) => return Err(e),
+            Err(TryLockError::WouldBlock) => {}
+        }
+        if !told && begun.elapsed() >= SILENT_WAIT {
+            told = true;
+            // A closed standard error is no reason to stop.
+            let _ = writeln!(
+                io::stderr(),
+                "mbperf: {} is locked by another process: waiting until it is free",
+                path.display()
+            );
+        }
+        std::thread::sleep(LOCK_POLL);
     }
 }
 
@@ -332,23 +446,7 @@ impl Writer {
         let (steps, blocks, runs) = if rows.regular {
             let steps = Appender::open(&beside(path, "steps.csv"), steps::COLUMNS.to_vec(), dialect)?;
             let blocks = Appender::open(&beside(path, "blocks.csv"), blocks::COLUMNS.to_vec(), dialect)?;
-            let runs_path = beside(path, "runs.jsonl");
-            let runs = OpenOptions::new().append(true).create(true).open(&runs_path);
-            let created = runs.as_ref().is_ok_and(|f| f.metadata().is_ok_and(|m| m.len() == 0));
-            let file = runs.map_err(|e| OutputError::Refused {
-                path: runs_path.display().to_string(),
-                reason: io_reason(&e, &runs_path),
-            })?;
-            let runs = Appender {
-                path: runs_path,
-                file,
-                header: vec![],
-                kinds: vec![],
-                dialect,
-                crlf: false,
-                regular: true,
-                created,
-            };
+            let runs = Appender::open_runs(beside(path, "runs.jsonl"), dialect)?;
             (Some(steps), Some(blocks), Some(runs))
         } else {
             (None, None, None)
@@ -375,6 +473,12 @@ impl Writer {
     /// The rows' file; `None` for standard output.
     pub fn path(&self) -> Option<&Path> {
         self.rows.as_ref().map(|r| r.path.as_path())
+    }
+
+    /// Files that hold nothing unless something is written to them.
+    pub fn made(&self) -> Vec<PathBuf> {
+        let all = [&self.rows, &self.steps, &self.blocks, &self.profile, &self.runs];
+        all.into_iter().flatten().filter(|f| f.created && f.regular).map(|f| f.path.clone()).collect()
     }
 
     /// Whether files stand beside the rows: not on standard output, nor beside a device.
@@ -407,7 +511,8 @@ impl Writer {
             }
             _ => {}
         }
-        let written = lock(&runs.file).and_then(|locked| {
+        let written = lock(&runs.file, &runs.path).and_then(|locked| {
+            runs.check_lines().map_err(io::Error::other)?;
             let length = runs.file.metadata()?.len();
             let written = runs.file.write_all(format!("{line}\n").as_bytes());
             if written.is_err() {

@@ -25,6 +25,11 @@ fn when(broken: bool, text: impl FnOnce() -> String) -> Option<String> {
     broken.then(text)
 }
 
+/// A number as a person writes it: 1e308 is not spelt out in 309 digits.
+fn figure(x: f64) -> String {
+    if x == 0.0 || (1e-6..1e15).contains(&x.abs()) { x.to_string() } else { format!("{x:e}") }
+}
+
 /// The first of these settings that is set and outside its range.
 fn out_of_range(e: &Effective, keys: &[&str], least: i64, most: i64) -> Option<String> {
     let bad = |key: &&str| {
@@ -157,7 +162,8 @@ pub const NUMBERS: &[Rule] = &[
                  or more; all else is positive.",
         broken: |e| {
             let within = |name: &str, v: Option<f64>, low: f64, high: f64| {
-                v.filter(|v| !v.is_finite() || *v < low || *v >= high).map(|v| format!("{name} is {v}"))
+                v.filter(|v| !v.is_finite() || *v < low || *v >= high)
+                    .map(|v| format!("{name} is {}", figure(v)))
             };
             let setting = |key: &str, low: f64, high: f64| within(key, e.values.float(key), low, high);
             let least = f64::MIN_POSITIVE;

@@ -9,10 +9,21 @@ use crate::extrapolate::{self, Extrapolation, Point};
 use crate::measure::{self, Hooks, Options, Outcome, Status};
 use crate::overrides::Resolved;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer};
-use anyhow::Context;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+/// `--watchdog`; zero: none.
+///
+/// # Errors
+/// A negative time (exit 2).
+pub(super) fn limit(args: &Args) -> anyhow::Result<Duration> {
+    let seconds = args.mbperf.watchdog;
+    if seconds < 0.0 {
+        return Err(Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into());
+    }
+    Ok(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+}
 
 /// Watches every device call. A hung one cannot be taken back: the failed rows are written from the watching
 /// thread, and the process ends.
@@ -23,12 +34,8 @@ pub(super) fn watchdog(
     target: Target,
 ) -> anyhow::Result<Beat> {
     let beat = Beat::default();
-    let seconds = args.mbperf.watchdog;
     let dialect = args.mbperf.csv_dialect;
-    if seconds < 0.0 {
-        return Err(Usage(format!("--watchdog {seconds}: give seconds, or 0 for none")).into());
-    }
-    let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+    let limit = limit(args)?;
     if limit.is_zero() {
         return Ok(beat);
     }
@@ -44,7 +51,7 @@ pub(super) fn watchdog(
         // Without the driver's own clean-up at exit, which would wait for the call that hangs.
         signal_hook::low_level::exit(1);
     };
-    guard::watch(beat.clone(), limit, expired).context("cannot start the watchdog")?;
+    guard::watch(beat.clone(), limit, expired).map_err(|e| super::threads::none("the watchdog", &e))?;
     Ok(beat)
 }
 

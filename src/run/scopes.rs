@@ -1,6 +1,7 @@
 //! `--sweep`: every legal scope that is worth a try, narrowest first, one run each; a table and a recommendation.
 
-use super::{one, plan, say, say_notices, usage};
+use super::interrupt::Interrupt;
+use super::{check, one, plan, say, say_notices, usage};
 use crate::args::{Args, ScopeList, impl_name, scope_name};
 use crate::capture::RunPlan;
 use crate::config::{GraphImpl, Scope};
@@ -11,7 +12,6 @@ use crate::report::xlsx::Book;
 use crate::sweep;
 use std::collections::HashSet;
 use std::io::Write;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use GraphImpl::{Local, TransformerEngine};
@@ -124,7 +124,7 @@ fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
 pub(super) fn run(
     args: &Args,
     catalogue: &Catalogue,
-    interrupt: &AtomicBool,
+    interrupt: &Interrupt,
     book: Option<&Arc<Mutex<Book>>>,
 ) -> anyhow::Result<u8> {
     let own = &args.mbperf;
@@ -139,6 +139,9 @@ pub(super) fn run(
         return Err(usage(&format!("--sweep runs every legal scope once: leave {name} out")));
     }
     let jobs = jobs(args, catalogue)?;
+    if let Some(first) = jobs.first() {
+        check(&first.resolved, args)?;
+    }
     if args.general.dryrun {
         let mut text = String::from("What --sweep would run, narrowest first:\n");
         for job in &jobs {

@@ -3,6 +3,7 @@
 //! Its "graph" is the recorded list of a segment's launches, replayed: the flow and the proofs are those of
 //! the GPU, the speed-up means nothing and stays empty.
 
+mod memory;
 mod storage;
 
 pub use storage::{Storage, global_index, name_hash};
@@ -18,11 +19,17 @@ use std::time::Instant;
 
 const MIB: f64 = (1u64 << 20) as f64;
 
-/// Memory that this machine can still give, in bytes; `None` where the kernel does not say (no Linux).
-fn free_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+fn too_large(need: u64, free: Option<u64>) -> DeviceError {
+    DeviceError::OutOfMemory {
+        phase: Phase::Prepare,
+        what: "the model on the CPU (four bytes an element)".into(),
+        need_mib: need as f64 / MIB,
+        free_mib: free.unwrap_or(0) as f64 / MIB,
+        remedy:
+            "leave --full_size out, lower --num_layers, -sl, --vocab_size or --hidden_size, or raise this \
+                 process's limit (`ulimit -v`)"
+                .into(),
+    }
 }
 
 /// What a launch counts as in a profile.
@@ -57,17 +64,10 @@ impl CpuExecutor {
         // The arms' buffers agree up to the graph arm's own static ones, so one storage serves both.
         let widest = plan.graph.as_ref().unwrap_or(&plan.eager).program.clone();
         let need = Storage::bytes(&widest);
-        if let Some(free) = free_memory().filter(|free| need > *free) {
-            return Err(DeviceError::OutOfMemory {
-                phase: Phase::Prepare,
-                what: "the model on the CPU (four bytes an element)".into(),
-                need_mib: need as f64 / MIB,
-                free_mib: free as f64 / MIB,
-                remedy: "leave --full_size out, or lower --num_layers, -sl, --vocab_size or --hidden_size"
-                    .into(),
-            });
+        if let Some(free) = memory::free(Storage::largest(&widest)).filter(|free| need > *free) {
+            return Err(too_large(need, Some(free)));
         }
-        let storage = Storage::new(&widest, plan.seed);
+        let storage = Storage::new(&widest, plan.seed).map_err(|need| too_large(need, memory::free(0)))?;
         Ok(Self {
             plan,
             storage,

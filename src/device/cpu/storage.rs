@@ -49,13 +49,28 @@ pub fn weight_normal(seed: u64, name: &str, index: u64) -> f32 {
 }
 
 impl Storage {
-    pub fn new(program: &Program, seed: u64) -> Self {
-        let data = program.buffers.iter().map(|b| match b.view_of {
-            Some(_) => None,
-            None if b.dtype.is_float() => Some(Data::Float(vec![f32::NAN; b.len()])),
-            None => Some(Data::Int(vec![-1; b.len()])),
+    /// # Errors
+    /// The bytes of a buffer that there is no memory for.
+    pub fn new(program: &Program, seed: u64) -> Result<Self, u64> {
+        fn filled<T: Clone>(len: usize, value: T) -> Result<Vec<T>, u64> {
+            let mut all = Vec::new();
+            all.try_reserve_exact(len).map_err(|_| (len as u64).saturating_mul(size_of::<T>() as u64))?;
+            all.resize(len, value);
+            Ok(all)
+        }
+        let data = program.buffers.iter().map(|b| {
+            Ok(match b.view_of {
+                Some(_) => None,
+                None if b.dtype.is_float() => Some(Data::Float(filled(b.len(), f32::NAN)?)),
+                None => Some(Data::Int(filled(b.len(), -1)?)),
+            })
         });
-        Self { data: data.collect(), seed }
+        Ok(Self { data: data.collect::<Result<_, u64>>()?, seed })
+    }
+
+    /// Bytes of the largest buffer.
+    pub fn largest(program: &Program) -> u64 {
+        program.buffers.iter().map(|b| (b.len() as u64).saturating_mul(4)).max().unwrap_or(0)
     }
 
     /// A wrong result on demand: another first element.

@@ -6,6 +6,7 @@ use super::graph::{self, Capture, Graph, Instance};
 use super::lanes::Lanes;
 use super::work::{Work, difference};
 use crate::capture::Segment;
+use crate::device::guard::Beat;
 use crate::device::host::Pacer;
 use crate::device::inject::Inject;
 use crate::device::{DeviceError, GraphCost, Phase};
@@ -17,6 +18,8 @@ pub(super) struct Setting<'a> {
     pub context: &'a Rc<Context>,
     pub lanes: &'a Lanes,
     pub inject: &'a mut Option<Inject>,
+    /// Is told which of the three phases the call has come to.
+    pub beat: &'a Beat,
     /// Launch of the graph arm that is left out, for tests of the proof.
     pub omit: Option<usize>,
 }
@@ -44,6 +47,7 @@ pub(super) fn capture_all(
             let free = || context.memory().map_or(0, |m| m.0);
             move |e: DeviceError| told(e, phase, &segment.label, free)
         };
+        setting.beat.enter(Phase::Capture);
         let mut omit = setting.omit;
         if Inject::at(setting.inject, Phase::Capture)?.is_some() {
             omit = Some(segment.launches.start);
@@ -54,11 +58,13 @@ pub(super) fn capture_all(
         let proved = prove(&graph, arm, eager, segment, &eager_place, omit);
         cost.nodes += proved.map_err(fail(Phase::Capture))?;
 
+        setting.beat.enter(Phase::Instantiate);
         Inject::at(setting.inject, Phase::Instantiate)?;
         let start = Instant::now();
         let instance = Instance::new(&graph).map_err(fail(Phase::Instantiate))?;
         cost.instantiate_ms += ms(start);
 
+        setting.beat.enter(Phase::Upload);
         Inject::at(setting.inject, Phase::Upload)?;
         let main = setting.lanes.main();
         let start = Instant::now();

@@ -17,6 +17,7 @@ use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
 use super::session::Session;
 use crate::capture::RunPlan;
+use crate::device::guard::Beat;
 use crate::device::host::{HostCosts, Pacer, Watch};
 use crate::device::inject::{Inject, Kind, lasting};
 use crate::device::record::Recorded;
@@ -85,6 +86,8 @@ pub struct CudaExecutor {
     /// Free device memory before anything of ours but the context was there.
     free_at_open: usize,
     omit_launch: Option<usize>,
+    /// Is told which phase a capture has come to.
+    beat: Beat,
     phase: Phase,
     tickets: u64,
     clock: Instant,
@@ -168,6 +171,7 @@ impl CudaExecutor {
             spin: None,
             free_at_open,
             omit_launch: options.omit_launch,
+            beat: Beat::default(),
             phase: Phase::Prepare,
             tickets: 0,
             clock: Instant::now(),
@@ -287,8 +291,13 @@ impl CudaExecutor {
         };
         let before = self.monitor.read().other_processes;
         let free_before = free()?;
-        let mut setting =
-            Setting { context, lanes: &self.lanes, inject: &mut self.inject, omit: self.omit_launch };
+        let mut setting = Setting {
+            context,
+            lanes: &self.lanes,
+            inject: &mut self.inject,
+            beat: &self.beat,
+            omit: self.omit_launch,
+        };
         let (instances, mut cost) = capture::capture_all(&mut setting, &graph.ready, &self.eager.ready)?;
         let free_after = free()?;
         let after = self.monitor.read().other_processes;
@@ -386,6 +395,9 @@ impl Executor for CudaExecutor {
         }
     }
 
+    fn watched_by(&mut self, beat: &Beat) {
+        self.beat = beat.clone();
+    }
     fn set_phase(&mut self, phase: Phase) {
         self.phase = phase;
     }

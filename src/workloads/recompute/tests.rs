@@ -77,7 +77,7 @@ fn spoilt_step(cfg: &RunConfig) -> Vec<u64> {
             ends[last].push(BufId(id as u32));
         }
     }
-    let mut storage = Storage::new(&program, cfg.seed);
+    let mut storage = Storage::new(&program, cfg.seed).unwrap();
     storage.reset(&program).unwrap();
     for (launch, ends) in program.launches.iter().zip(ends) {
         storage.run(&program, launch).unwrap();
