@@ -4,6 +4,7 @@
 use crate::config::RunConfig;
 use crate::device::{Arm, DeviceError, Executor};
 use crate::program::{BufId, Lifetime, Program};
+use crate::report::file;
 use anyhow::Context;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::Path;
@@ -24,13 +25,10 @@ pub fn keep_routing(program: &mut Program) {
 /// A folder that cannot be made or written.
 pub fn check(dir: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(dir).with_context(|| format!("--dump: cannot create {}", dir.display()))?;
+    // Leaves nothing behind: a run that fails later has dumped nothing.
     let config = dir.join("config.json");
-    std::fs::OpenOptions::new()
-        .append(true)
-        .create(true)
-        .open(&config)
-        .map(drop)
-        .with_context(|| format!("--dump: cannot write {}", config.display()))
+    file::check(&config, b"{", "configuration")
+        .map_err(|reason| anyhow::anyhow!("--dump: cannot write {}: {reason}", config.display()))
 }
 
 /// Runs one step and writes `weights.safetensors`, `step.safetensors`, `grads.safetensors` and `config.json`.
@@ -61,7 +59,7 @@ pub fn dump(
         write(&dir.join(format!("{file}.safetensors")), &tensors)?;
     }
     let config = dir.join("config.json");
-    std::fs::write(&config, serde_json::to_string_pretty(cfg)?)
+    file::replace(&config, serde_json::to_string_pretty(cfg)?.as_bytes())
         .with_context(|| format!("--dump: cannot write {}", config.display()))
 }
 
@@ -91,5 +89,9 @@ fn write(path: &Path, tensors: &[Tensor]) -> anyhow::Result<()> {
         .iter()
         .map(|(name, shape, bytes)| Ok((name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes)?)));
     let views: Vec<_> = views.collect::<Result<_, safetensors::SafeTensorError>>()?;
-    serialize_to_file(views, None, path).with_context(|| format!("--dump: cannot write {}", path.display()))
+    serialize_to_file(views, None, path).with_context(|| {
+        // Half a file would be taken for a whole one.
+        let _ = std::fs::remove_file(path);
+        format!("--dump: cannot write {}", path.display())
+    })
 }
