@@ -37,7 +37,7 @@ pub fn in_turn(
     hooks: Hooks,
 ) -> Option<Outcome> {
     let Hooks { interrupt, progress, sink } = hooks;
-    let mut alone = |arm, equality_steps, first| -> Result<_, DeviceError> {
+    let mut alone = |arm, equality_steps: Option<usize>, first| -> Result<_, DeviceError> {
         // A short -ms must leave the second arm as many steps for equality as the first took.
         let least = equality_steps.unwrap_or(0) + MIN_BLOCK_STEPS;
         let max_steps = options.max_steps.map(|n| n.max(least));
