@@ -22,6 +22,8 @@ row() { # FILE ARGUMENTS...
 LLAMA="-m llama -mr llama3_8b -g h100 -cp 1"
 QWEN="-m qwen -mr qwen3_30b_a3b -g h100"
 LATENT="-c bf16 --task pretrain -pp 1 -vp None -tp 1 -ep 64 optimizer.optimizer=adam model.mtp_num_layers=0"
+# Experts as few and narrow as a dump of them should be; a window that hides most of a short sequence.
+OSS="-m gpt_oss -mr gpt_oss_120b -g h100 -c bf16 -pp 1 -ep 8 model.num_moe_experts=32 model.moe_ffn_hidden_size=256 model.window_size=[63,0]"
 PADDED="--use_tokendrop true model.moe_token_dispatcher_type=alltoall"
 
 selftest_part() {
@@ -42,6 +44,7 @@ referee_part() {
         dump ${device}_nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=ME*M --device $device
         dump ${device}_deepseek_v3 -m deepseek -mr deepseek_v3 -g h100 $LATENT --num_layers 2 --device $device
         dump ${device}_kimi_k2 -m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 2 --device $device
+        dump ${device}_gpt_oss_120b $OSS --num_layers 2 --device $device
         dump ${device}_qwen3_next_80b_a3b -m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 2 --device $device
     done
     python3 tests/pytorch/check.py "$dumps"/*/ >"$out/referee.txt" 2>&1
@@ -62,7 +65,7 @@ sanitizer_part() {
     local op
     export -f sanitizer_check
     export mbperf
-    for op in attention_fwd attention_bwd grouped_gemm per_expert separate_gemms moe_sort combine_rows gather_rows router rmsnorm qkv_rope swiglu squared_relu cross_entropy embedding adam grad_norm column_sum copy stand_in mla_rope columns token_gate output_gate norm_gate gated_norm mamba_conv ssd delta_net expert_bias; do
+    for op in attention_fwd attention_bwd grouped_gemm per_expert separate_gemms moe_sort combine_rows gather_rows router rmsnorm qkv_rope swiglu squared_relu cross_entropy embedding adam grad_norm column_sum copy stand_in mla_rope columns token_gate output_gate norm_gate gated_norm mamba_conv ssd delta_net expert_bias bias_add bias_grad bias_prob_grad clamped_glu; do
         printf 'memcheck\n%s\nracecheck\n%s\n' $op $op
     done >"$out/last.list"
     printf 'memcheck\narms equal: llama attn,mlp\nmemcheck\narms equal: qwen alltoall\nmemcheck\narms equal: hybrid mamba\n' >>"$out/last.list"

@@ -3,6 +3,7 @@
 
 use crate::args::Args;
 use crate::capture::{ArmPlan, RunPlan, Segment};
+use crate::commands::Usage;
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::matmul::Layout;
 use crate::device::{Arm, DeviceError, Executor};
@@ -13,7 +14,7 @@ use crate::ops::step::Copy;
 use crate::ops::{Access, ArgSpec, Op, Sample};
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Program, memory};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::Arc;
 
@@ -57,7 +58,7 @@ impl Figure {
 /// Times every distinct op of `program` whose name holds `only`.
 ///
 /// # Errors
-/// A device failure; an output that cannot be written.
+/// No op of that name in the step (exit 2); a device failure; an output that cannot be written.
 pub fn run(
     args: &Args,
     program: &Program,
@@ -65,6 +66,21 @@ pub fn run(
     options: &CudaOptions,
     out: &mut dyn Write,
 ) -> anyhow::Result<()> {
+    let mut distinct: BTreeMap<(&str, String), Counted> = BTreeMap::new();
+    for l in
+        program.launches.iter().filter(|l| !l.host_sync() && only.is_none_or(|o| l.op.name().contains(o)))
+    {
+        distinct.entry((l.op.name(), format!("{:?}", l.op))).or_insert((l.op.clone(), 0)).1 += 1;
+    }
+    if distinct.is_empty() {
+        let names: BTreeSet<&str> = program.launches.iter().map(|l| l.op.name()).collect();
+        let names = names.into_iter().collect::<Vec<_>>().join(", ");
+        return Err(Usage(format!(
+            "ops: this run's step has no op whose name holds `{}`. It has: {names}",
+            only.unwrap_or_default()
+        ))
+        .into());
+    }
     let copy = time(Arc::new(Copy { dtype: DType::Bf16, len: 1 << 29 }), options)?;
     let square = 8192;
     let product = Gemm {
@@ -96,12 +112,6 @@ pub fn run(
             "{:<24}{:>9}{:>11}{:>10}{:>9}{:>7}  shape",
             "op", "launches", "us", "TFLOP/s", "GB/s", "share"
         )?;
-    }
-    let mut distinct: BTreeMap<(&str, String), Counted> = BTreeMap::new();
-    for l in
-        program.launches.iter().filter(|l| !l.host_sync() && only.is_none_or(|o| l.op.name().contains(o)))
-    {
-        distinct.entry((l.op.name(), format!("{:?}", l.op))).or_insert((l.op.clone(), 0)).1 += 1;
     }
     for ((name, what), (op, count)) in distinct {
         let time_us = match time(op.clone(), options) {

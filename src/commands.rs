@@ -53,8 +53,9 @@ pub fn told(failure: &anyhow::Error) -> String {
 
 /// Says why the program or one of its runs ends; returns the exit code.
 pub fn fail(failure: &anyhow::Error) -> u8 {
-    complain(&match failure.downcast_ref::<std::io::Error>() {
-        // Files are named where they fail: what is left is what is printed.
+    // Files are named where they fail: an error of the system with nothing around it is of what is printed.
+    let bare = failure.chain().next().and_then(|e| e.downcast_ref::<std::io::Error>());
+    complain(&match bare {
         Some(e) => format!("cannot write standard output: {e}"),
         None => told(failure),
     });
@@ -85,8 +86,14 @@ pub fn broken_pipe(failure: &anyhow::Error) -> bool {
 pub fn show(e: &ArgsError) -> ExitCode {
     match e {
         ArgsError::Show(text) => {
-            // A reader that closed the pipe has seen enough.
-            let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end());
+            let mut out = std::io::stdout().lock();
+            match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
+                // A reader that closed the pipe has seen enough.
+                Err(failure) if failure.kind() != std::io::ErrorKind::BrokenPipe => {
+                    return ExitCode::from(fail(&failure.into()));
+                }
+                _ => {}
+            }
         }
         ArgsError::Usage(text) => complain(text.trim_start_matches("error: ")),
     }
@@ -125,7 +132,9 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
         Command::Recipes(c) => recipes(c, &mut out),
         Command::Rules => rules(&mut out),
         Command::Ops(name, None) => compile::list(name.as_deref(), &mut out),
-        Command::Ops(name, Some(args)) => run::time_ops(args, name.as_deref(), &mut out),
+        Command::Ops(name, Some(args)) => {
+            compile::known(name.as_deref()).and_then(|()| run::time_ops(args, name.as_deref(), &mut out))
+        }
         Command::Doctor(a) => {
             if let Some(path) = &a.cuda_path {
                 set_path(path);

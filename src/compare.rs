@@ -4,33 +4,33 @@ use crate::args::CompareArgs;
 use crate::args::compare::{ReportFormat, Undecided};
 use crate::commands::{Usage, complain};
 use crate::report::compare::{Options, Source, compare, keys, print};
-use anyhow::Context;
-use std::io::{ErrorKind, Write};
+use crate::report::{Paths, file};
+use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 /// Compares and reports; the report is whole before the exit code is given.
 ///
 /// # Errors
-/// An unknown field of `--allow-unlike` (exit 2), a report that cannot be written (exit 1).
+/// An unknown field of `--allow-unlike`, an output that is an input or of another kind (exit 2); a report that cannot be
+/// written (exit 1), after the others are.
 pub fn run(args: &CompareArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
     let options = options(args)?;
+    check_outputs(args)?;
     let report = compare(&sources(&args.base), &sources(&args.new), &options);
     let text = match args.format {
         ReportFormat::Table => print::table(&report),
         ReportFormat::Markdown => print::markdown(&report),
         ReportFormat::Json => print::json(&report)?,
     };
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    let printed = match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         // A reader that closed the pipe has seen enough; the verdict stays.
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => return Err(e).context("cannot write the report"),
-        _ => {}
-    }
-    if let Some(path) = &args.json {
-        write(path, &print::json(&report)?)?;
-    }
-    if let Some(path) = &args.markdown {
-        write(path, &print::markdown(&report))?;
-    }
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(anyhow::Error::from(e)),
+        _ => Ok(()),
+    };
+    let json = args.json.as_ref().map(|path| write(path, &print::json(&report)?));
+    let markdown = args.markdown.as_ref().map(|path| write(path, &print::markdown(&report)));
+    // One that fails does not take the others along.
+    printed.and(json.unwrap_or(Ok(()))).and(markdown.unwrap_or(Ok(())))?;
     if report.exit_code != 0 {
         complain(&print::headline(&report));
     }
@@ -60,6 +60,41 @@ fn options(args: &CompareArgs) -> anyhow::Result<Options> {
     })
 }
 
+/// Refuses to write over what is compared, and over any file that is no report.
+fn check_outputs(args: &CompareArgs) -> anyhow::Result<()> {
+    let mut paths = Paths::default();
+    for path in &args.base {
+        paths.reads("BASE", path);
+    }
+    for path in &args.new {
+        paths.reads("--new", path);
+    }
+    let outputs = [
+        ("--json", &args.json, print::JSON_START, "JSON report"),
+        ("--markdown", &args.markdown, print::MARKDOWN_START, "Markdown report"),
+    ];
+    for (option, path, _, _) in outputs {
+        // What is in it is looked at below: a place that cannot be written is no wrong use.
+        if let Some(path) = path {
+            paths.appends(option, path);
+        }
+    }
+    paths.check().map_err(Usage)?;
+    for (option, path, start, kind) in outputs {
+        let Some(path) = path.as_ref().filter(|path| path.is_file()) else { continue };
+        let mut found = Vec::new();
+        let read = std::fs::File::open(path).and_then(|f| f.take(start.len() as u64).read_to_end(&mut found));
+        if read.is_ok() && !found.is_empty() && found != start.as_bytes() {
+            let path = path.display();
+            return Err(Usage(format!(
+                "{option}: {path} is there and is no {kind} of `mbperf compare`: it is left as it is; choose another file"
+            ))
+            .into());
+        }
+    }
+    Ok(())
+}
+
 fn sources(paths: &[PathBuf]) -> Vec<Source> {
     let source = |path: &PathBuf| Source {
         name: path.display().to_string(),
@@ -69,5 +104,8 @@ fn sources(paths: &[PathBuf]) -> Vec<Source> {
 }
 
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    std::fs::write(path, text).with_context(|| format!("cannot write the report to {}", path.display()))
+    // With the cause in the same text: the cause alone is taken for standard output's.
+    file::replace(path, text.as_bytes()).map_err(|e| {
+        anyhow::anyhow!("cannot write the report to {}: {e}; choose another file", path.display())
+    })
 }

@@ -1,6 +1,7 @@
 //! Kernels without a GPU: every op prepared offline, so that each kernel is compiled as it would be run and its
 //! launch is checked against its signature.
 
+use crate::commands::Usage;
 use crate::device::DeviceError;
 use crate::device::cuda::libraries::set_path;
 use crate::device::cuda::prep::OfflinePrep;
@@ -10,9 +11,33 @@ use std::fmt::Write as _;
 use std::io::Write;
 use std::path::Path;
 
-/// Prints the ops and what they are.
+fn names() -> BTreeSet<&'static str> {
+    cases::odd().iter().map(|op| op.name()).collect()
+}
+
+/// That some op's name holds `only`.
+///
+/// # Errors
+/// None does (exit 2), with the names that there are.
+pub fn known(only: Option<&str>) -> anyhow::Result<()> {
+    let Some(only) = only else { return Ok(()) };
+    let names = names();
+    if names.iter().any(|n| n.contains(only)) {
+        return Ok(());
+    }
+    let hint = crate::args::nearest(only, names.iter().copied())
+        .map_or(String::new(), |n| format!(" Did you mean `{n}`?"));
+    let names = names.into_iter().collect::<Vec<_>>().join(", ");
+    Err(Usage(format!("ops: no op's name holds `{only}`.{hint} Ops: {names}")).into())
+}
+
+/// Prints the names of the ops.
+///
+/// # Errors
+/// No name holds `only` (exit 2); an output that cannot be written.
 pub fn list(only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
-    let names: BTreeSet<&str> = cases::odd().iter().map(|op| op.name()).collect();
+    known(only)?;
+    let names = names();
     for name in names.into_iter().filter(|n| only.is_none_or(|o| n.contains(o))) {
         writeln!(out, "{name}")?;
     }

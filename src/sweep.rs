@@ -1,6 +1,7 @@
 //! Several runs one after the other, and runs that need not be made again (`--resume`).
 
 use crate::commands::{Usage, fail};
+use crate::device::DeviceError;
 use crate::report::compare::keys::{Key, WORKLOAD};
 use crate::report::compare::{Source, read, workload};
 use crate::report::{COLUMNS, Row};
@@ -12,17 +13,26 @@ const INTERRUPTED: u8 = 130;
 /// GPU is not among them: it is not opened yet.
 const ALIKE: [&str; 5] = ["device", "seed", "comm", "te_rng_tracker", "approximations"];
 
-/// Runs every job: one that fails is told and does not stop the others, an interruption does. Returns the
-/// first failure's exit code.
+/// Runs every job: one that fails is told and does not stop the others, an interruption does, and so does a device that
+/// is not there, which the others would but say again. Returns the first failure's exit code.
 pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyhow::Result<u8>) -> u8 {
     let mut first = 0;
     for job in jobs {
-        let code = run(job).unwrap_or_else(|failure| fail(&failure));
+        let (code, go_on) = match run(job) {
+            Ok(code) => (code, true),
+            Err(failure) => {
+                let no_device = matches!(failure.downcast_ref(), Some(DeviceError::Unavailable(_)));
+                (fail(&failure), !no_device)
+            }
+        };
         if code == INTERRUPTED {
             return code;
         }
         if first == 0 {
             first = code;
+        }
+        if !go_on {
+            break;
         }
     }
     first
@@ -72,7 +82,6 @@ pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::DeviceError;
     use crate::measure::Options;
     use crate::report::{RunFacts, Target, Writer};
 
@@ -82,12 +91,22 @@ mod tests {
         let code = each([0u8, 5, 6, 0], |job| {
             ran.push(job);
             match job {
-                5 => Err(DeviceError::Unavailable("x".into()).into()),
+                5 => Err(Usage("x".into()).into()),
                 code => Ok(code),
             }
         });
-        assert_eq!((code, ran), (3, vec![0, 5, 6, 0]));
+        assert_eq!((code, ran), (2, vec![0, 5, 6, 0]));
         assert_eq!(each([0u8, 0], |_| Ok(0)), 0);
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_asked_for_once() {
+        let mut ran = 0;
+        let code = each([0u8, 0, 0], |_| {
+            ran += 1;
+            if ran == 2 { Err(DeviceError::Unavailable("no driver".into()).into()) } else { Ok(0) }
+        });
+        assert_eq!((code, ran), (3, 2));
     }
 
     #[test]

@@ -313,6 +313,160 @@ fn cells_that_are_no_figures_are_named_by_row_and_column() {
     assert!(compare(&base, &outside, &[]).stdout.contains("outside its interval"));
 }
 
+/// The same file without a column.
+fn lacking(mut results: Results, column: &str) -> Results {
+    let at = results.at(column);
+    results.header.remove(at);
+    results.rows.iter_mut().for_each(|r| drop(r.remove(at)));
+    results
+}
+
+#[test]
+fn what_a_pass_rests_on_is_said_to_be_so() {
+    let base = Results::three("base", 1.0, 1.0);
+    let new = || Results::three("new", 1.0, 1.0);
+    let columns = ["digest_match", "steady_reached"];
+    // As spreadsheets and scripts write booleans.
+    for column in columns {
+        for cell in ["TRUE", "True"] {
+            assert_eq!(code(&base, &new().with(column, cell), &[]), 0, "{column} {cell}");
+        }
+    }
+    for cell in ["FALSE", "False", "false"] {
+        let seen = compare(&base, &new().with_row(3, "digest_match", cell), &[]);
+        assert_eq!(seen.code, 12, "{cell}");
+        assert!(seen.stdout.contains("did not do the same work"), "{}", seen.stdout);
+        assert_eq!(code(&base, &new().with_row(3, "steady_reached", cell), &[]), 11, "{cell}");
+    }
+    for column in columns {
+        for cell in ["0", "1", "no", "maybe", ""] {
+            for gate in ["ratio", "time", "memory"] {
+                let seen = compare(&base, &new().with_row(3, column, cell), &["--gate", gate]);
+                assert_eq!(seen.code, 12, "{column} {cell:?} {gate}: {}", seen.stdout);
+                let named =
+                    seen.stdout.contains("row 4") && seen.stdout.contains(&format!("column {column}"));
+                assert!(named, "{column} {cell:?}: {}", seen.stdout);
+            }
+        }
+        let seen = compare(&base, &lacking(new(), column), &[]);
+        assert_eq!(seen.code, 12, "{column}");
+        assert!(
+            seen.stdout.contains(&format!("column {column}: the file has no such column")),
+            "{}",
+            seen.stdout
+        );
+        assert_eq!(code(&lacking(base.clone(), column), &new(), &[]), 12, "{column}");
+    }
+    // What mbperf leaves empty itself: under six blocks there is no steady state, of one arm no equality.
+    let few = |r: Results| {
+        r.with("steady_reached", "").with("step_time_ms_ci95_low", "").with("step_time_ms_ci95_high", "")
+    };
+    assert_eq!(code(&few(base.clone()), &few(new()), &[]), 0);
+    let alone = |r: Results| {
+        let arm = r.at("arm");
+        let mut r = r.with("cuda_graph_impl", "none").with("digest_match", "");
+        r.rows.retain(|row| row[arm] == "eager");
+        r
+    };
+    assert_eq!(code(&alone(base.clone()), &alone(new()), &["--gate", "time"]), 0);
+    // Cells that no gate uses are cells all the same.
+    for (column, cell) in [
+        ("pairs", "x"),
+        ("margin", "y"),
+        ("verdict", "great"),
+        ("steps_steady", "2.5"),
+        ("te_rng_tracker", "on"),
+    ] {
+        let seen = compare(&base, &new().with_row(1, column, cell), &[]);
+        assert_eq!(seen.code, 12, "{column}");
+        let named = seen.stdout.contains("row 2") && seen.stdout.contains(&format!("column {column}"));
+        assert!(named, "{column}: {}", seen.stdout);
+    }
+}
+
+#[test]
+fn memory_that_was_not_measured_is_no_zero() {
+    let of = |name, cell: &str| Results::three(name, 1.0, 1.0).with_row(3, "graph_memory_mib", cell);
+    let large = |name| Results::three(name, 1.0, 1.0).with("graph_memory_mib", "80000");
+    let gate = ["--gate", "memory"];
+    for cell in ["", "-5", "NaN", "much"] {
+        for (base, new) in
+            [(large("a"), of("b", cell)), (of("a", cell), large("b")), (of("a", cell), of("b", cell))]
+        {
+            let seen = compare(&base, &new, &gate);
+            assert_eq!(seen.code, 12, "{cell:?}: {}", seen.stdout);
+            assert!(seen.stdout.contains("column graph_memory_mib"), "{cell:?}: {}", seen.stdout);
+        }
+    }
+    let lacking = lacking(large("b"), "graph_memory_mib");
+    assert_eq!(compare(&large("a"), &lacking, &gate).code, 12);
+    // Measured, it may be 0; the eager arm has none, nor has a CPU.
+    let zero = |name| Results::three(name, 1.0, 1.0).with("graph_memory_mib", "0");
+    assert_eq!(code(&zero("a"), &zero("b"), &gate), 0);
+    assert_eq!(code(&zero("a"), &large("b"), &gate), 10);
+    let eager = |name| {
+        let results = Results::three(name, 1.0, 1.0);
+        [0, 2, 4].into_iter().fold(results, |r, row| r.with_row(row, "graph_memory_mib", ""))
+    };
+    assert_eq!(code(&eager("a"), &eager("b"), &gate), 0);
+    let cpu = |name| Results::three(name, 1.0, 1.0).with("device", "cpu").with("graph_memory_mib", "");
+    assert_eq!(code(&cpu("a"), &cpu("b"), &gate), 0);
+}
+
+#[test]
+fn outputs_replace_no_input_and_nothing_but_reports() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let base = Results::three("base", 1.0, 1.0).save(dir.path(), "base.csv");
+    Results::three("new", 1.0, 1.0).save(dir.path(), "new.csv");
+    std::fs::write(at("notes.md"), "mine").unwrap();
+    std::fs::write(at("config.json"), "{}").unwrap();
+    std::os::unix::fs::symlink("base.csv", at("link.csv")).unwrap();
+    std::fs::hard_link(&base, at("hard.csv")).unwrap();
+    std::fs::create_dir(at("folder")).unwrap();
+    let run = |options: &[&str]| {
+        let mut command = binary();
+        command.current_dir(dir.path()).args(["compare", "base.csv", "--new", "new.csv"]).args(options);
+        let output = command.output().unwrap();
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let kept = ["base.csv", "new.csv", "notes.md", "config.json"];
+    let before = kept.map(|name| std::fs::read(at(name)).unwrap());
+    for (options, said) in [
+        (&["--json", "base.csv"][..], "--json would write base.csv, which BASE reads"),
+        (&["--markdown", "new.csv"], "--markdown would write new.csv, which --new reads"),
+        (&["--json", "link.csv"], "BASE"),
+        (&["--json", "hard.csv"], "BASE"),
+        (&["--json", "folder/../base.csv"], "BASE"),
+        (&["--json", "x", "--markdown", "x"], "would both write x"),
+        (&["--markdown", "notes.md"], "notes.md is there and is no Markdown report"),
+        (&["--json", "config.json"], "config.json is there and is no JSON report"),
+    ] {
+        let (code, err) = run(options);
+        assert_eq!(code, 2, "{options:?}: {err}");
+        assert!(err.contains(said), "{options:?}: {err}");
+        assert_eq!(kept.map(|name| std::fs::read(at(name)).unwrap()), before, "{options:?}");
+    }
+    assert!(!at("x").exists());
+    // Reports are replaced by reports, and a device may be named twice.
+    for _ in 0..2 {
+        assert_eq!(run(&["--json", "report.json", "--markdown", "report.md"]).0, 0);
+    }
+    assert_eq!(run(&["--json", "/dev/null", "--markdown", "/dev/null"]).0, 0);
+    // What cannot be written is named, and the other report is there.
+    for (option, place) in
+        [("--json", "/dev/full"), ("--json", "folder"), ("--json", "no/x"), ("--json", "base.csv/x")]
+    {
+        let (code, err) = run(&[option, place, "--markdown", "other.md"]);
+        assert_eq!(code, 1, "{place}: {err}");
+        assert!(err.contains(&format!("cannot write the report to {place}")), "{err}");
+        assert!(std::fs::read_to_string(at("other.md")).unwrap().contains("fine"), "{place}");
+        std::fs::remove_file(at("other.md")).unwrap();
+    }
+    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(names.len(), 9, "nothing half is left: {names:?}");
+}
+
 #[test]
 fn several_files_and_run_ids_count_as_runs_and_copies_do_not() {
     let folder = tempfile::tempdir().unwrap();

@@ -130,6 +130,36 @@ fn all_gates() -> Options {
     Options { gates: vec![Gate::Both, Gate::Memory], ..Options::default() }
 }
 
+/// A configuration a sequence length; commands differ too, as they do by `-o`.
+fn many(count: usize, from: usize) -> Results {
+    let mut results = Results::default();
+    for i in from..from + count {
+        results = results.run(&format!("r{i}"), 100.0, 1.25, 0.003);
+        let rows = results.rows.len();
+        let (sequence, command) = (results.at("seq_length"), results.at("command"));
+        for row in &mut results.rows[rows - 2..] {
+            row[sequence] = (i + 1).to_string();
+            row[command] = format!("mbperf -m llama -mr llama3_8b -g h100 -sl {} -o r{i}.csv", i + 1);
+        }
+    }
+    results
+}
+
+/// Far below what a comparison of each with each takes: minutes.
+#[test]
+fn thousands_of_configurations_take_seconds() {
+    for (base, new, missing) in [(many(3000, 0), many(3000, 0), 0), (many(3000, 0), many(3000, 3000), 12_000)]
+    {
+        let started = std::time::Instant::now();
+        let report = judged(&base, &new);
+        let took = started.elapsed().as_secs_f64();
+        println!("{missing} missing: {took:.2} s");
+        assert_eq!((report.missing.len(), report.rows.len()), (missing, if missing == 0 { 3000 } else { 0 }));
+        assert!(report.missing.iter().all(|m| m.reason.contains("differs in seq_length")));
+        assert!(took < 15.0, "{took}");
+    }
+}
+
 proptest! {
     #[test]
     fn arbitrary_bytes_never_panic_and_never_pass(bytes in prop::collection::vec(any::<u8>(), 0..2000), text in "\\PC*") {

@@ -63,6 +63,46 @@ fn other_commands() {
     }
 }
 
+#[test]
+fn ops_that_are_not_there_are_told() {
+    let dir = tempdir().unwrap();
+    let run_of = "-m llama -mr llama3_8b -g h100";
+    for line in ["ops extra".to_owned(), format!("ops extra {run_of}")] {
+        let said = fails(dir.path(), &line, 2);
+        assert!(said.contains("`extra`") && said.contains("rmsnorm"), "{line}: {said}");
+    }
+    let listed = run(dir.path(), "ops gemm");
+    assert_eq!((listed.status.code(), text(&listed.stderr)), (Some(0), String::new()));
+}
+
+#[test]
+fn help_that_cannot_be_written_is_a_failure() {
+    let dir = tempdir().unwrap();
+    if !std::path::Path::new("/dev/full").exists() {
+        return;
+    }
+    for line in ["--help", "-V", "compare --help", "recipes list --help"] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = binary::command(dir.path(), line).stdout(full).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{line}: {said}");
+        assert!(said.contains("cannot write standard output"), "{line}: {said}");
+    }
+}
+
+#[test]
+fn a_failed_dump_leaves_no_file_and_a_host_model_is_a_plain_file() {
+    let dir = tempdir().unwrap();
+    fails(dir.path(), &format!("{RUN} -ms 8 -q -o x.csv --dump d --inject prepare:driver_error"), 1);
+    assert!(names(&dir.path().join("d")).is_empty(), "{:?}", names(&dir.path().join("d")));
+    let fifo = dir.path().join("model.json");
+    if std::process::Command::new("mkfifo").arg(&fifo).status().is_ok_and(|s| s.success()) {
+        let said = fails(dir.path(), &format!("{RUN} -ms 8 --host_model model.json -o y.csv"), 2);
+        assert!(said.contains("model.json") && said.contains("no plain file"), "{said}");
+        assert!(!dir.path().join("y.csv").exists());
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn arguments_that_are_no_text() {

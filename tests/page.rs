@@ -362,6 +362,48 @@ fn a_profile_beside_the_rows_is_drawn() {
     assert_eq!(rows[3], ["attn", "graph", "", "", ""]);
 }
 
+/// Numbers that are numbers, and far from anything measured, in every column.
+#[test]
+fn no_number_is_too_odd_to_be_drawn() {
+    use mbperf::report::columns::{COLUMNS, Kind};
+    let dir = tempdir().unwrap();
+    let plain = |x: f64| format!("{x}");
+    for x in [5e-324, f64::MIN_POSITIVE, 1e-30, 1e30, f64::MAX, f64::MIN, -1.0, 0.0] {
+        let mut results = swept();
+        for column in COLUMNS.iter().filter(|c| c.kind == Kind::Float) {
+            results = results.with(column.name, &plain(x));
+        }
+        results.save(dir.path(), "x.csv");
+        let run_id = &results.rows[0][results.at("run_id")];
+        let steps = steps_file(run_id, 12).replace(",5,", &format!(",{},", plain(x)));
+        fs::write(dir.path().join("x.steps.csv"), steps).unwrap();
+        let names: Vec<&str> = mbperf::report::blocks::COLUMNS.iter().map(|(name, _)| *name).collect();
+        let mut blocks = names.join(",") + "\r\n";
+        for at in 0..4 {
+            let cell = |(name, kind): &(&str, Kind)| match (*name, kind) {
+                ("run_id", _) => run_id.clone(),
+                ("side", _) => ["a", "b"][at % 2].to_owned(),
+                (_, Kind::Float) => plain(x),
+                (_, Kind::Int) => at.to_string(),
+                _ => String::new(),
+            };
+            let cells: Vec<String> = mbperf::report::blocks::COLUMNS.iter().map(cell).collect();
+            blocks += &(cells.join(",") + "\r\n");
+        }
+        fs::write(dir.path().join("x.blocks.csv"), blocks).unwrap();
+        let page = page(dir.path(), "x.csv");
+        page.needs_nothing();
+        assert!(!page.html.contains("NaN") && !page.html.contains("inf "), "{x}");
+    }
+    // One column alone, beside others that are as usual.
+    for column in
+        ["sm_clock_mhz_median", "step_time_ms_median", "speedup", "graph_memory_mib", "device_busy_ms"]
+    {
+        swept().with_row(1, column, &plain(5e-324)).save(dir.path(), "one.csv");
+        page(dir.path(), "one.csv").needs_nothing();
+    }
+}
+
 #[test]
 fn nothing_from_a_file_acts() {
     let dir = tempdir().unwrap();
@@ -400,6 +442,7 @@ fn files_that_cannot_be_read_or_written_are_told() {
         ("steps", "x,y\r\n"),
         ("phase", &steps_file("base-1", 3).replace("steady", "steadily")),
         ("wall", &steps_file("base-1", 3).replace(",5,", ",?,")),
+        ("cut", steps_file("base-1", 3).trim_end()),
     ] {
         good.save(folder, &format!("{name}.csv"));
         write(&format!("{name}.steps.csv"), steps.as_bytes());
@@ -421,6 +464,7 @@ fn files_that_cannot_be_read_or_written_are_told() {
         ("steps.csv", "steps.steps.csv"),
         ("phase.csv", "column phase"),
         ("wall.csv", "column wall_ms"),
+        ("cut.csv", "cut.steps.csv: its last line is cut off"),
         ("good.csv foreign.csv", "foreign.csv"),
         ("phase.steps.csv", "give phase.csv"),
     ] {

@@ -123,12 +123,12 @@ pub const REFUSED: &[Refused] = &[
     },
     Refused {
         group: "Performance arguments",
-        reason: "start nsys yourself around mbperf; NVTX ranges are not built yet",
+        reason: "start nsys yourself around mbperf: its ranges (step, layer, part) show there (docs/profile.md)",
         options: &[("-en", "--enable_nsys")],
     },
     Refused {
         group: "Performance arguments",
-        reason: "the profiling window is not built yet",
+        reason: "--profile records one step of each arm after timing: there is no window",
         options: &[("", "--profiling_start_step"), ("", "--profiling_stop_step"), ("", "--profiling_ranks")],
     },
     Refused {

@@ -34,8 +34,8 @@ fn story(cfg: &RunConfig, micro_batch: usize, layer: usize) -> Vec<String> {
 
 const ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attention_fwd gemm";
 const MLP_F: &str = "rmsnorm_fwd gemm swiglu_fwd gemm";
-const MLP_B: &str = "gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd column_sum";
-const ATTN_B: &str = "gemm gemm attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
+const MLP_B: &str = "gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd";
+const ATTN_B: &str = "gemm gemm attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd";
 
 #[test]
 fn dense_attn_captures_attention_alone() {
@@ -88,10 +88,9 @@ fn micro_batches_share_graphs_and_a_full_iteration_is_one() {
 }
 
 const ROUTER_F: &str = "rmsnorm_fwd gemm router_fwd";
-const ROUTER_B: &str = "router_bwd gemm gemm rmsnorm_bwd column_sum";
+const ROUTER_B: &str = "router_bwd gemm gemm rmsnorm_bwd";
 const EXPERTS_F: &str = "grouped_gemm_nt swiglu_fwd grouped_gemm_nt";
-const QK_ATTN_B: &str =
-    "gemm gemm attention_bwd qkv_rope_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
+const QK_ATTN_B: &str = "gemm gemm attention_bwd qkv_rope_bwd column_sum gemm gemm rmsnorm_bwd";
 const EXPERTS_B: &str = "grouped_gemm_nn grouped_gemm_tn swiglu_bwd grouped_gemm_tn grouped_gemm_nn";
 
 #[test]
@@ -143,8 +142,8 @@ fn dropless_full_iteration_would_wait_inside_the_graph() {
 
 /// Rules file, section 5: the whole Mamba layer, norm to residual, and nothing of the other kinds.
 const MAMBA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd ssd_fwd gated_norm_fwd gemm";
-const MAMBA_B: &str = "gemm gemm gated_norm_bwd column_sum ssd_bwd column_sum column_sum column_sum \
-                       mamba_conv_bwd column_sum column_sum gemm gemm rmsnorm_bwd column_sum";
+const MAMBA_B: &str = "gemm gemm gated_norm_bwd column_sum ssd_bwd column_sum \
+                       mamba_conv_bwd column_sum gemm gemm rmsnorm_bwd";
 
 #[test]
 fn mamba_captures_whole_mamba_layers_alone() {
@@ -160,11 +159,11 @@ fn mamba_captures_whole_mamba_layers_alone() {
 
 /// A gated delta net stands where self-attention does: `attn` captures it, `mamba` finds no layer.
 const DELTA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd delta_net_fwd norm_gate_fwd gemm";
-const DELTA_B: &str = "gemm gemm norm_gate_bwd column_sum delta_net_bwd column_sum column_sum mamba_conv_bwd column_sum \
-                       gemm gemm rmsnorm_bwd column_sum";
+const DELTA_B: &str = "gemm gemm norm_gate_bwd column_sum delta_net_bwd column_sum mamba_conv_bwd column_sum \
+                       gemm gemm rmsnorm_bwd";
 const GATED_ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attention_fwd output_gate_fwd gemm";
-const GATED_ATTN_B: &str = "gemm gemm output_gate_bwd attention_bwd qkv_rope_bwd column_sum column_sum gemm gemm \
-                            rmsnorm_bwd column_sum";
+const GATED_ATTN_B: &str = "gemm gemm output_gate_bwd attention_bwd qkv_rope_bwd column_sum gemm gemm \
+                            rmsnorm_bwd";
 
 #[test]
 fn attn_captures_gated_delta_nets() {
@@ -213,8 +212,8 @@ fn with_shared_expert(mut cfg: RunConfig) -> RunConfig {
 #[test]
 fn recomputed_launches_lie_in_the_backward_graph() {
     let cfg = recomputing(dense(), &["mlp", "core_attn"]);
-    let mlp = "gemm rmsnorm_fwd gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd column_sum";
-    let attn = "gemm gemm attention_fwd attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd column_sum";
+    let mlp = "gemm rmsnorm_fwd gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm rmsnorm_bwd";
+    let attn = "gemm gemm attention_fwd attention_bwd qkv_rope_bwd gemm gemm rmsnorm_bwd";
     let both = with_graphs(cfg.clone(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
     let want = [
         "e copy".to_string(),
@@ -250,7 +249,7 @@ fn recompute_beside_a_captured_router_stays_on_its_side_of_the_edge() {
     // The norm before the router's weight gradient; the shared expert's three launches before that of its second product.
     let router = "router_bwd rmsnorm_fwd gemm gemm";
     let shared = "gemm gemm swiglu_fwd gemm gemm swiglu_bwd gemm gemm";
-    assert_eq!(got[4], format!("G combine_rows {router} {shared} rmsnorm_bwd column_sum {QK_ATTN_B}"));
+    assert_eq!(got[4], format!("G combine_rows {router} {shared} rmsnorm_bwd {QK_ATTN_B}"));
 }
 
 #[test]
@@ -332,8 +331,8 @@ fn arms_are_equal_with_dropout_on() {
 
 const MLA_F: &str =
     "rmsnorm_fwd gemm gemm split_columns rmsnorm_fwd rmsnorm_fwd gemm gemm mla_rope_fwd attention_fwd gemm";
-const MLA_B: &str = "gemm gemm attention_bwd mla_rope_bwd gemm gemm rmsnorm_bwd column_sum gemm gemm gemm gemm \
-                     rmsnorm_bwd column_sum join_columns gemm gemm rmsnorm_bwd column_sum";
+const MLA_B: &str = "gemm gemm attention_bwd mla_rope_bwd gemm gemm rmsnorm_bwd gemm gemm gemm gemm \
+                     rmsnorm_bwd join_columns gemm gemm rmsnorm_bwd";
 
 #[test]
 fn latent_attention_is_captured_whole_and_experts_keep_their_scopes() {

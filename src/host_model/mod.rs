@@ -94,8 +94,13 @@ impl HostModel {
             "bare" => Ok(None),
             "pytorch" => Self::parse("pytorch", PYTORCH).map(Some),
             file => {
-                let text = std::fs::read_to_string(Path::new(file))
-                    .map_err(|e| HostModelError::Read { path: file.into(), reason: e.to_string() })?;
+                let failed = |reason: String| HostModelError::Read { path: file.into(), reason };
+                let found = std::fs::metadata(Path::new(file)).map_err(|e| failed(e.to_string()))?;
+                // A pipe that nobody writes to would be waited for, a device read without end.
+                if !found.is_file() {
+                    return Err(failed("it is no plain file".into()));
+                }
+                let text = std::fs::read_to_string(Path::new(file)).map_err(|e| failed(e.to_string()))?;
                 Self::parse(file, &text).map(Some)
             }
         }

@@ -5,6 +5,7 @@
 //! the same seed.
 
 use super::equality::{check_in_turn, steps_of};
+use super::options::MIN_BLOCK_STEPS;
 use super::{Hooks, Options, Outcome, Status, StepRecord, StepSink, Verdict, outcome, traced};
 use crate::device::{Arm, DeviceError, Executor};
 use std::io;
@@ -36,8 +37,12 @@ pub fn in_turn(
     hooks: Hooks,
 ) -> Option<Outcome> {
     let Hooks { interrupt, progress, sink } = hooks;
-    let mut alone = |arm, equality_steps, first| -> Result<_, DeviceError> {
-        let own = Options { alone: Some(arm), equality_steps, host_costs: None, ..options.clone() };
+    let mut alone = |arm, equality_steps: Option<usize>, first| -> Result<_, DeviceError> {
+        // A short -ms must leave the second arm as many steps for equality as the first took.
+        let least = equality_steps.unwrap_or(0) + MIN_BLOCK_STEPS;
+        let max_steps = options.max_steps.map(|n| n.max(least));
+        let own =
+            Options { alone: Some(arm), equality_steps, max_steps, host_costs: None, ..options.clone() };
         let mut executor = open(arm)?;
         let side = usize::from(arm == Arm::Graph);
         let mut beside = Beside { sink: &mut *sink, side, first };

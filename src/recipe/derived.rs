@@ -20,6 +20,10 @@ pub enum LayerError {
     #[error("model.moe_layer_freq is 0: it must be at least 1")]
     Frequency,
     #[error(
+        "{key} has {value} for layer {layer}: a list has 1 or 0 for each layer, whether it is of that kind"
+    )]
+    Flag { key: &'static str, value: Value, layer: usize },
+    #[error(
         "model.attention_variant is {DELTA_NET}, but model.linear_attention_freq does not say which layers: give a list (1 is \
          a gated delta net, 0 full attention), or N for full attention in every N-th layer"
     )]
@@ -53,9 +57,7 @@ pub fn layer_kinds(values: &Values) -> Result<Vec<LayerKind>, LayerError> {
     let mut kinds = mlp_kinds(values, layers)?;
     if values.get("model.attention_variant").and_then(Value::as_str) == Some(DELTA_NET) {
         let linear: Vec<bool> = match values.get("model.linear_attention_freq") {
-            Some(Value::Array(flags)) if flags.len() == layers => {
-                flags.iter().map(|f| f.as_u64() != Some(0)).collect()
-            }
+            Some(Value::Array(list)) if list.len() == layers => flags("model.linear_attention_freq", list)?,
             Some(Value::Array(flags)) => {
                 let key = "model.linear_attention_freq";
                 return Err(LayerError::Length { key, has: flags.len(), needed: layers });
@@ -72,6 +74,15 @@ pub fn layer_kinds(values: &Values) -> Result<Vec<LayerKind>, LayerError> {
     Ok(kinds)
 }
 
+/// A list of 1 and 0.
+fn flags(key: &'static str, list: &[Value]) -> Result<Vec<bool>, LayerError> {
+    let flag = |(at, value): (usize, &Value)| match value.as_u64() {
+        Some(n @ (0 | 1)) => Ok(n == 1),
+        _ => Err(LayerError::Flag { key, value: value.clone(), layer: at + 1 }),
+    };
+    list.iter().enumerate().map(flag).collect()
+}
+
 /// Dense or experts, by layer.
 fn mlp_kinds(values: &Values, layers: usize) -> Result<Vec<LayerKind>, LayerError> {
     if values.get("model.num_moe_experts").is_none_or(Value::is_null) {
@@ -79,8 +90,8 @@ fn mlp_kinds(values: &Values, layers: usize) -> Result<Vec<LayerKind>, LayerErro
     }
     let kind = |moe: bool| if moe { LayerKind::Moe } else { LayerKind::Dense };
     match values.get("model.moe_layer_freq") {
-        Some(Value::Array(flags)) if flags.len() == layers => {
-            Ok(flags.iter().map(|f| kind(f.as_u64() != Some(0))).collect())
+        Some(Value::Array(list)) if list.len() == layers => {
+            Ok(flags("model.moe_layer_freq", list)?.into_iter().map(kind).collect())
         }
         Some(Value::Array(flags)) => {
             Err(LayerError::Length { key: "model.moe_layer_freq", has: flags.len(), needed: layers })
@@ -135,6 +146,10 @@ mod tests {
         let leading =
             [("num_layers", json!(3)), ("num_moe_experts", json!(8)), ("moe_layer_freq", json!([0, 1, 1]))];
         assert_eq!(layer_kinds(&values(&leading)), Ok(vec![Dense, Moe, Moe]));
+        let two =
+            [("num_layers", json!(3)), ("num_moe_experts", json!(8)), ("moe_layer_freq", json!([0, 2, 1]))];
+        let said = layer_kinds(&values(&two)).unwrap_err().to_string();
+        assert!(said.contains("model.moe_layer_freq has 2 for layer 2"), "{said}");
         let every = [("num_layers", json!(3)), ("num_moe_experts", json!(8)), ("moe_layer_freq", json!(2))];
         assert_eq!(layer_kinds(&values(&every)), Ok(vec![Moe, Dense, Moe]));
         use LayerKind::{DeltaDense, DeltaMoe};
@@ -152,6 +167,8 @@ mod tests {
         assert_eq!(layer_kinds(&delta(json!(null))), Err(LayerError::NoDeltaLayers));
         assert_eq!(layer_kinds(&delta(json!(0))), Err(LayerError::NoDeltaLayers));
         assert!(matches!(layer_kinds(&delta(json!([1, 0]))), Err(LayerError::Length { has: 2, .. })));
+        let three = layer_kinds(&delta(json!([1, 0, 3, 1])));
+        assert!(matches!(three, Err(LayerError::Flag { layer: 3, .. })), "{three:?}");
         assert_eq!(layer_kinds(&values(&[("num_layers", json!(0))])), Err(LayerError::Count(json!(0))));
         assert_eq!(hybrid_kinds("MX"), Err(LayerError::Letter { letter: 'X', at: 2 }));
     }

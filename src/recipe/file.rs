@@ -5,10 +5,14 @@ use std::path::{Path, PathBuf};
 
 use include_dir::{Dir, include_dir};
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::{Catalogue, ISSUES, ModelInfo, Recipe, RecipeError, Values};
 use crate::keys;
+
+mod strict;
+
+use strict::Settings;
 
 static EMBEDDED: Dir = include_dir!("$CARGO_MANIFEST_DIR/recipes");
 /// Settings of all models, in the embedded directory.
@@ -18,10 +22,10 @@ const DEFAULTS: &str = "defaults.json";
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Defaults {
-    architecture: Map<String, Value>,
-    settings: Map<String, Value>,
+    architecture: Settings,
+    settings: Settings,
     /// Settings that only models with experts have.
-    experts: Map<String, Value>,
+    experts: Settings,
     #[serde(default)]
     when: Vec<When>,
 }
@@ -35,9 +39,9 @@ struct ModelFile {
     #[serde(default)]
     about: About,
     /// `model.*` keys without the prefix. Absent: the file extends a built-in model.
-    architecture: Option<Map<String, Value>>,
+    architecture: Option<Settings>,
     #[serde(default)]
-    settings: Map<String, Value>,
+    settings: Settings,
     #[serde(default)]
     when: Vec<When>,
     recipes: Vec<Entry>,
@@ -62,7 +66,7 @@ struct When {
     task: Option<OneOrMany>,
     variant: Option<OneOrMany>,
     gpus: Option<Vec<usize>>,
-    set: Map<String, Value>,
+    set: Settings,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -73,6 +77,13 @@ enum OneOrMany {
 }
 
 impl OneOrMany {
+    fn words(&self) -> &[String] {
+        match self {
+            OneOrMany::One(w) => std::slice::from_ref(w),
+            OneOrMany::Many(ws) => ws,
+        }
+    }
+
     fn holds(&self, word: &str) -> bool {
         match self {
             OneOrMany::One(w) => w == word,
@@ -99,7 +110,7 @@ struct Entry {
     #[serde(default)]
     issues: Vec<String>,
     #[serde(default)]
-    set: Map<String, Value>,
+    set: Settings,
 }
 
 fn pretrain() -> String {
@@ -131,6 +142,54 @@ struct Source {
     path: PathBuf,
     file: ModelFile,
     base: Option<Box<Source>>,
+    /// From `--recipes_dir`.
+    own: bool,
+}
+
+/// What `-g`, `-c` and `--task` take, and the dtype that is asked for as a variant (`fp8_ds`): nothing else could ever
+/// be chosen.
+pub(super) const GPUS: [&str; 7] = ["h100", "b200", "b300", "gb200", "gb300", "vr200", "r100"];
+pub(super) const DTYPES: [&str; 6] = ["bf16", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4", "fp8_ds"];
+const TASKS: [&str; 3] = ["pretrain", "sft", "peft"];
+
+/// Words that choose a recipe must be such as can be asked for.
+fn check_words(path: &Path, file: &ModelFile) -> Result<(), RecipeError> {
+    let one_of = |at: String, word: &str, known: &[&str]| match known.contains(&word) {
+        true => Ok(()),
+        false => {
+            let hint = super::suggest(&keys::nearest(word, known.iter().copied()));
+            Err(malformed(path, &at, &format!("`{word}` is none of {}{hint}", known.join(", "))))
+        }
+    };
+    let lower = |at: String, word: &str| match word.is_empty() || word.to_lowercase() != word {
+        true => {
+            Err(malformed(path, &at, &format!("`{word}` must be a name in lower case: it is asked for so")))
+        }
+        false => Ok(()),
+    };
+    lower("family".into(), &file.family)?;
+    lower("model".into(), &file.model)?;
+    for (i, when) in file.when.iter().enumerate() {
+        let conditions = [
+            ("gpu", &when.gpu, &GPUS[..]),
+            ("dtype", &when.dtype, &DTYPES[..]),
+            ("task", &when.task, &TASKS[..]),
+        ];
+        for (name, words, known) in conditions {
+            for word in words.iter().flat_map(|w| w.words()) {
+                one_of(format!("when[{i}].{name}"), word, known)?;
+            }
+        }
+    }
+    for (i, entry) in file.recipes.iter().enumerate() {
+        one_of(format!("recipes[{i}].gpu"), &entry.gpu, &GPUS)?;
+        one_of(format!("recipes[{i}].dtype"), &entry.dtype, &DTYPES)?;
+        one_of(format!("recipes[{i}].task"), &entry.task, &TASKS)?;
+        if let Some(variant) = &entry.variant {
+            lower(format!("recipes[{i}].variant"), variant)?;
+        }
+    }
+    Ok(())
 }
 
 /// Environment variables stand among the settings as `env.NAME`.
@@ -151,7 +210,8 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
             defaults = Some((path.to_owned(), parse::<Defaults>(path, text)?));
         } else {
             let file: ModelFile = parse(path, text)?;
-            sources.insert(name(&file), Source { path: path.to_owned(), file, base: None });
+            check_words(path, &file)?;
+            sources.insert(name(&file), Source { path: path.to_owned(), file, base: None, own: false });
         }
     }
     let defaults = defaults.ok_or_else(|| malformed(Path::new(DEFAULTS), ".", "is not in the binary"))?;
@@ -160,9 +220,14 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
             let text = std::fs::read_to_string(&path)
                 .map_err(|reason| RecipeError::Unreadable { path: path.clone(), reason })?;
             let file: ModelFile = parse(&path, &text)?;
+            check_words(&path, &file)?;
             let key = name(&file);
-            let base = if file.architecture.is_some() { None } else { sources.remove(&key).map(Box::new) };
-            sources.insert(key, Source { path, file, base });
+            let before = sources.remove(&key);
+            if let Some(other) = before.as_ref().and_then(|b| stated_before(b, &file)) {
+                return Err(malformed(&path, other.0, &other.1));
+            }
+            let base = if file.architecture.is_some() { None } else { before.map(Box::new) };
+            sources.insert(key, Source { path, file, base, own: true });
         }
     }
     let mut catalogue = Catalogue { models: Vec::new(), recipes: Vec::new() };
@@ -172,6 +237,27 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
         catalogue.recipes.extend(recipes);
     }
     Ok(catalogue)
+}
+
+/// Where a user's other files state what `file` states: neither is meant to win. `before` is what is known of the model.
+fn stated_before(before: &Source, file: &ModelFile) -> Option<(&'static str, String)> {
+    if !before.own {
+        return None;
+    }
+    let there = before.path.display();
+    if file.architecture.is_some() {
+        let what = format!(
+            "{there} is of {} {} too, and would be left out: make it one file",
+            file.family, file.model
+        );
+        return Some(("architecture", what));
+    }
+    let functions: Vec<String> = before.file.recipes.iter().map(|e| e.function(&file.model)).collect();
+    let twice = file.recipes.iter().map(|e| e.function(&file.model)).find(|f| functions.contains(f));
+    match twice {
+        Some(function) => Some(("recipes", format!("{function} is stated in {there} too"))),
+        None => before.base.as_ref().and_then(|base| stated_before(base, file)),
+    }
 }
 
 fn name(file: &ModelFile) -> (String, String) {
@@ -201,8 +287,16 @@ fn json_files(dir: &Path) -> Result<Vec<PathBuf>, RecipeError> {
             files.push(path);
         }
     }
-    // Plain files alone: a pipe would be waited for, a device read without end.
-    files.retain(|p| p.extension().is_some_and(|e| e == "json") && p.is_file());
+    files.retain(|p| p.extension().is_some_and(|e| e == "json") && !p.is_dir());
+    for path in &files {
+        // A link to nothing or to itself; a pipe would be waited for, a device read without end.
+        let reason = match path.metadata() {
+            Ok(found) if found.is_file() => continue,
+            Ok(_) => "it is no plain file".to_owned(),
+            Err(e) => format!("{e}: it is a link that leads to no file"),
+        };
+        return Err(RecipeError::Unreadable { path: path.clone(), reason: std::io::Error::other(reason) });
+    }
     if files.is_empty() {
         let reason = std::io::Error::other("there is no .json file, directly or one folder down");
         return Err(RecipeError::Unreadable { path: dir.to_owned(), reason });
@@ -225,14 +319,9 @@ fn malformed(file: &Path, path: &str, reason: &str) -> RecipeError {
 
 impl Layers {
     /// Puts one layer on: `prefix` + each key. `at` is the layer's place in the file, for errors.
-    fn put(
-        &mut self,
-        file: &Path,
-        at: &str,
-        prefix: &str,
-        set: &Map<String, Value>,
-    ) -> Result<(), RecipeError> {
-        for (key, value) in set {
+    fn put(&mut self, file: &Path, at: &str, prefix: &str, set: &Settings) -> Result<(), RecipeError> {
+        let mut names = BTreeMap::new();
+        for (key, value) in &set.0 {
             let wrong = |reason: &str| malformed(file, &format!("{at}.{key}"), reason);
             if let (Some(variable), "") = (key.strip_prefix(ENV), prefix) {
                 match value {
@@ -244,6 +333,9 @@ impl Layers {
                 continue;
             }
             let row = keys::find(&format!("{prefix}{key}")).map_err(|e| wrong(&e.to_string()))?;
+            if let Some(other) = names.insert(row.name, key) {
+                return Err(wrong(&format!("it is another spelling of `{other}`, which is stated too")));
+            }
             let value = keys::canonical_value(row, value).map_err(|e| wrong(&e.to_string()))?;
             self.values.insert(row.name.to_owned(), value);
         }

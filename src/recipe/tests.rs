@@ -161,6 +161,101 @@ fn a_wrong_file_is_refused_with_the_place() {
     assert!(Catalogue::load(Some(Path::new("/nonexistent/dir"))).is_err());
 }
 
+/// Loads a user's files.
+fn load_all(files: &[(&str, &str)]) -> Result<Catalogue, RecipeError> {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in files {
+        fs::write(dir.path().join(name), text).unwrap();
+    }
+    Catalogue::load(Some(dir.path()))
+}
+
+#[test]
+fn two_files_do_not_state_one_thing() {
+    let file = |variant: &str, more: &str| {
+        format!(
+            r#"{{ "family": "llama", "model": "llama3_8b", {more}
+                 "recipes": [{{ "gpu": "h100", "dtype": "bf16", "gpus": 8, "variant": "{variant}" }}] }}"#
+        )
+    };
+    let architecture = r#""architecture": { "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2,
+        "vocab_size": 256, "seq_length": 64 },"#;
+    let both = |a: &str, b: &str| load_all(&[("a.json", a), ("b.json", b)]).map(|c| c.recipes().len());
+    assert_eq!(both(&file("x", ""), &file("y", "")).unwrap(), 440);
+    assert_eq!(both(&file("x", architecture), &file("y", "")).unwrap(), 438 - 41 + 2);
+    let three = [("a.json", file("x", "")), ("b.json", file("y", "")), ("c.json", file("x", ""))];
+    let three: Vec<(&str, &str)> = three.iter().map(|(n, t)| (*n, t.as_str())).collect();
+    for wrong in [
+        both(&file("x", ""), &file("x", "")),
+        both(&file("x", architecture), &file("x", "")),
+        both(&file("x", ""), &file("y", architecture)),
+        both(&file("x", architecture), &file("y", architecture)),
+        load_all(&three).map(|c| c.recipes().len()),
+    ] {
+        let said = wrong.unwrap_err().to_string();
+        assert!(said.contains("a.json") && (said.contains("b.json") || said.contains("c.json")), "{said}");
+    }
+}
+
+#[test]
+fn words_that_nobody_can_ask_for_and_keys_stated_twice_are_refused() {
+    let file = |entry: &str, more: &str| {
+        format!(r#"{{ "family": "llama", "model": "llama3_8b", {more} "recipes": [{{ {entry} }}] }}"#)
+    };
+    let fine = r#""gpu": "h100", "dtype": "bf16", "gpus": 8, "variant": "x""#;
+    assert!(load(&file(fine, "")).is_ok());
+    let with = |from: &str, to: &str| file(&fine.replace(from, to), "");
+    let set = |set: &str| file(&format!("{fine}, \"set\": {{ {set} }}"), "");
+    for (text, place, what) in [
+        (with("h100", "x100"), "recipes[0].gpu", "did you mean h100?"),
+        (with("bf16", "fp64"), "recipes[0].dtype", "`fp64` is none of bf16"),
+        (with(r#""variant": "x""#, r#""task": "train""#), "recipes[0].task", "pretrain"),
+        (with(r#""x""#, r#""X""#), "recipes[0].variant", "lower case"),
+        (file(fine, "").replace("\"llama\"", "\"Llama\""), "family", "lower case"),
+        (file(fine, r#""when": [{ "gpu": ["h100", "h20"], "set": {} }],"#), "when[0].gpu", "`h20`"),
+        (file(fine, r#""when": [{ "dtype": "fp64", "set": {} }],"#), "when[0].dtype", "`fp64`"),
+        (
+            set(r#""model.seq_length": 512, "model.seq_length": 1024"#),
+            "set",
+            "`model.seq_length` is stated twice",
+        ),
+        (set(r#""model.vision": { "depth": 1, "depth": 2 }"#), "set", "`depth` is stated twice"),
+        (file(fine, r#""settings": { "env.A": "1", "env.A": "2" },"#), "settings", "stated twice"),
+        (file(&format!("{fine}, \"gpus\": 16"), ""), "recipes[0]", "duplicate field"),
+    ] {
+        let said = load(&text).unwrap_err().to_string();
+        assert!(said.contains(place) && said.contains(what), "{text}: {said}");
+    }
+}
+
+/// What chooses a recipe on the command line is what files may say.
+#[test]
+fn files_know_the_words_of_the_options() {
+    use clap::CommandFactory;
+    let command = crate::args::Args::command();
+    for (option, known) in [("gpu", &super::file::GPUS[..]), ("compute_dtype", &super::file::DTYPES[..5])] {
+        let arg = command.get_arguments().find(|a| a.get_id() == option).unwrap();
+        let words: Vec<String> = arg.get_possible_values().iter().map(|v| v.get_name().to_owned()).collect();
+        assert_eq!(words, known);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn links_that_lead_nowhere_are_told() {
+    for to in ["nothing.json", "x.json"] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("mine")).unwrap();
+        for folder in ["", "mine"] {
+            let link = dir.path().join(folder).join("x.json");
+            std::os::unix::fs::symlink(to, &link).unwrap();
+            let said = Catalogue::load(Some(dir.path())).unwrap_err().to_string();
+            assert!(said.contains("x.json") && said.contains("link"), "{said}");
+            fs::remove_file(link).unwrap();
+        }
+    }
+}
+
 #[test]
 fn lists_and_shows() {
     let catalogue = catalogue();

@@ -85,6 +85,10 @@ impl Dialect {
                 Ok(cell.replace(',', "."))
             }
             (Dialect::ExcelEu, Kind::Text) => Ok(cell.strip_prefix(GUARD).unwrap_or(cell).to_owned()),
+            // Spreadsheets save them in capitals.
+            (_, Kind::Bool) if ["true", "false"].iter().any(|b| cell.eq_ignore_ascii_case(b)) => {
+                Ok(cell.to_ascii_lowercase())
+            }
             _ => Ok(cell.to_owned()),
         }
     }
@@ -109,6 +113,18 @@ mod tests {
     fn a_grouped_number_is_refused() {
         assert!(Dialect::ExcelEu.read("1.462", Kind::Float).is_err());
         assert_eq!(Dialect::ExcelEu.read("-1462,5", Kind::Float).unwrap(), "-1462.5");
+    }
+
+    #[test]
+    fn booleans_are_read_as_spreadsheets_write_them() {
+        for dialect in [Dialect::Rfc4180, Dialect::ExcelEu] {
+            for (cell, plain) in
+                [("TRUE", "true"), ("False", "false"), ("true", "true"), ("0", "0"), ("", "")]
+            {
+                assert_eq!(dialect.read(cell, Kind::Bool).unwrap(), plain);
+            }
+            assert_eq!(dialect.read("TRUE", Kind::Text).unwrap(), "TRUE");
+        }
     }
 
     proptest! {

@@ -15,6 +15,8 @@ pub struct Gain {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tried {
     pub scope: String,
+    /// `cuda` or `cpu`.
+    pub device: String,
     /// Share of a step's launches that lie in graphs; `None`: a file that does not say.
     pub captured: Option<f64>,
     pub status: String,
@@ -75,6 +77,7 @@ impl Tried {
         let scope = cell("cuda_graph_scope").replace('+', ",");
         Self {
             scope: if scope.is_empty() { "whole layer".into() } else { scope },
+            device: cell("device"),
             captured: float("captured_fraction"),
             status: cell("status"),
             reason: cell("status_reason"),
@@ -165,6 +168,20 @@ pub fn render(tried: &[Tried], margin: f64) -> String {
     out
 }
 
+/// Why there is no speedup at all.
+fn without_figures(tried: &[Tried]) -> &'static str {
+    let ok = || tried.iter().filter(|t| t.status == "ok");
+    if ok().next().is_none() {
+        "no scope was measured"
+    } else if ok().all(|t| t.device == "cpu") {
+        "the scopes ran on a CPU, which gives no speedup"
+    } else if ok().all(|t| t.in_turn) {
+        "no scope was measured beside the eager arm: their arms were timed in turn, which gives no speedup"
+    } else {
+        "no row has a speedup"
+    }
+}
+
 fn advice(advice: &Advice, tried: &[Tried], margin: f64) -> String {
     let percent = margin * 100.0;
     match advice {
@@ -178,6 +195,9 @@ fn advice(advice: &Advice, tried: &[Tried], margin: f64) -> String {
             )
         }
         Advice::Eager => format!("none: no scope is faster than eager by more than {percent} %"),
+        Advice::Unknown(_) if tried.iter().all(|t| t.gain.is_none() && t.modelled.is_none()) => {
+            format!("nothing: {}", without_figures(tried))
+        }
         Advice::Unknown(why) => format!("nothing: {why}"),
     }
 }
@@ -237,6 +257,7 @@ mod tests {
     fn the_table_names_failures_and_both_recommendations() {
         let tried = |scope: &str, status: &str, gain, modelled| Tried {
             scope: scope.into(),
+            device: "cuda".into(),
             captured: Some(0.5),
             status: status.into(),
             reason: if status == "ok" { String::new() } else { "out of memory: 3 MiB".into() },
@@ -256,6 +277,17 @@ mod tests {
         assert!(text.contains("Recommended: none: no scope is faster than eager by more than 1 %"), "{text}");
         assert!(text.contains("With the modelled host time: full_iteration, the narrowest"), "{text}");
         assert!(text.contains("more than 1 %; its graphs take 12 MiB\n"), "{text}");
+        let without = |device: &str, status: &str, in_turn| {
+            let of = |scope| Tried { device: device.into(), in_turn, ..tried(scope, status, None, None) };
+            render(&[of("attn"), of("mlp")], MARGIN)
+        };
+        for (text, why) in [
+            (without("cpu", "ok", false), "nothing: the scopes ran on a CPU"),
+            (without("cuda", "ok", true), "nothing: no scope was measured beside the eager arm"),
+            (without("cuda", "failed", false), "nothing: no scope was measured"),
+        ] {
+            assert!(text.contains(why), "{text}");
+        }
         let bare: Vec<Tried> = rows.into_iter().map(|t| Tried { modelled: None, ..t }).collect();
         assert!(!render(&bare, MARGIN).contains("modelled"));
     }

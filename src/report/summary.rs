@@ -164,6 +164,22 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
 
 /// The verdicts of `--repeat`'s measurements in one line.
 pub fn repetitions(outcomes: &[Outcome]) -> String {
+    use crate::measure::Status;
+    let of = |wanted: fn(&Status) -> bool| outcomes.iter().filter(|o| wanted(&o.status)).count();
+    let ended = of(|s| matches!(s, Status::Ok));
+    let mut besides = String::new();
+    for (n, how) in [
+        (of(|s| matches!(s, Status::Failed(_))), "failed"),
+        (of(|s| matches!(s, Status::Interrupted)), "interrupted"),
+    ] {
+        if n > 0 {
+            besides += &format!("; {n} {how}");
+        }
+    }
+    let measurements = if ended == 1 { "measurement" } else { "measurements" };
+    if ended == 0 {
+        return format!("no measurement was completed{besides}");
+    }
     let count = |verdict| outcomes.iter().filter(|o| o.verdict == Some(verdict)).count();
     let named = [Verdict::Faster, Verdict::Slower, Verdict::Equivalent, Verdict::Undecided]
         .map(|v| format!("{} {v}", count(v)))
@@ -181,7 +197,7 @@ pub fn repetitions(outcomes: &[Outcome]) -> String {
         }
         None => String::new(),
     };
-    format!("{} measurements: {named}{intervals}", outcomes.len())
+    format!("{ended} {measurements}: {named}{intervals}{besides}")
 }
 
 /// Four decimals: the interval is never narrower than that on real hardware.

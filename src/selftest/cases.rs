@@ -21,7 +21,7 @@ use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
 use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::output_gate::{GateShape, OutputGateBwd, OutputGateFwd};
-use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
+use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, partials};
 use crate::ops::rng::Rng;
 use crate::ops::rope::scaling::Yarn;
 use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd, RopeScaling};
@@ -125,14 +125,23 @@ fn norm_and_rope(add: &mut Add) {
             add(Arc::new(RmsNormFwd { tokens, hidden, eps: 1e-5, zero_centered }));
         }
         for (residual, zero_centered) in [(false, false), (true, false), (true, true)] {
-            add(Arc::new(RmsNormBwd { tokens, hidden, residual, zero_centered }));
+            for grad in [
+                WeightGrad::Partial,
+                WeightGrad::Whole { out: DType::Bf16, accumulate: true },
+                WeightGrad::Whole { out: DType::F32, accumulate: !residual },
+            ] {
+                add(Arc::new(RmsNormBwd { tokens, hidden, residual, zero_centered, grad }));
+            }
         }
     }
-    for (rows, width, first, cols) in
-        [(1, 8, 0, 8), (partials(515), 4096, 0, 4096), (partials(130), 256, 128, 128)]
-    {
+    for (rows, cols) in [
+        (1, vec![8]),
+        (partials(515), vec![4096]),
+        (partials(130), vec![128, 128]),
+        (partials(515), vec![10, 50, 20]),
+    ] {
         for (out, accumulate) in [(DType::Bf16, true), (DType::F32, true), (DType::Bf16, false)] {
-            add(Arc::new(ColumnSum { rows, width, first, cols, out, accumulate }));
+            add(Arc::new(ColumnSum { rows, cols: cols.clone(), out, accumulate }));
         }
     }
     for positions in [

@@ -242,7 +242,7 @@ impl Stack<'_> {
         args.extend(dsinks);
         self.b.launch(AttnBwd { shape }, &args);
         if let (Some(sinks), Some(dsinks)) = (sinks, dsinks) {
-            self.column_sum(batch, heads, 0, heads, dsinks, sinks.grad);
+            self.column_sum(batch, dsinks, &[(heads, sinks.grad)]);
         }
         let (dk, dv) = (self.reduce_context(l, "dk", dk, d.kv), self.reduce_context(l, "dv", dv, d.kv));
 
@@ -264,10 +264,8 @@ impl Stack<'_> {
         }
         self.b.launch(QkvRopeBwd::of(&rope), &args);
         if let Some(partial) = partial {
-            for (first, what) in [(0, "q_norm"), (d.head, "k_norm")] {
-                let grad = w(self, what)?.grad;
-                self.column_sum(rows, 2 * d.head, first, d.head, partial, grad);
-            }
+            let [q, k] = [w(self, "q_norm")?.grad, w(self, "k_norm")?.grad];
+            self.column_sum(rows, partial, &[(d.head, q), (d.head, k)]);
         }
         let y = self.act(l, "attn.norm.out", &[self.split_tokens, h]);
         let y = self.gather_tokens(l, "attn.norm", y, h);

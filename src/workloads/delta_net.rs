@@ -167,7 +167,7 @@ impl Stack<'_> {
             NormGateBwd { rows, groups, group, z_stride, zero_centered },
             &[o, proj, gate_w.value, rstd, dgated, d_o, dz, partial],
         );
-        self.column_sum(parts, group, 0, group, partial, gate_w.grad);
+        self.column_sum(parts, partial, &[(group, gate_w.grad)]);
 
         let states = self.act(l, "delta.states", &d.rule.states_shape());
         let dqkv = self.act(l, "delta.dqkv", &[d.t, d.rule.qkv_width()]);
@@ -176,17 +176,15 @@ impl Stack<'_> {
         let partial = self.act_as(l, "delta.rule.dw_partial", DType::F32, &[rows, 2 * heads]);
         let outputs = [states, d_o, dqkv, dba, partial];
         self.b.launch(DeltaBwd { shape: d.rule }, &[&inputs[..], &outputs].concat());
-        for (i, what) in ["a_log", "dt_bias"].into_iter().enumerate() {
-            let grad = self.delta_weight(l, what)?.grad;
-            self.column_sum(rows, 2 * heads, i * heads, heads, partial, grad);
-        }
+        let [a_log, dt_bias] = [self.delta_weight(l, "a_log")?.grad, self.delta_weight(l, "dt_bias")?.grad];
+        self.column_sum(rows, partial, &[(heads, a_log), (heads, dt_bias)]);
 
         let conv_w = self.delta_weight(l, "conv.weight")?;
         let dproj = self.act(l, "delta.dproj", &[d.t, width]);
         let (rows, columns) = (d.conv.partial_rows(), d.conv.partial_cols());
         let partial = self.act_as(l, "delta.conv.dw_partial", DType::F32, &[rows, columns]);
         self.b.launch(MambaConvBwd { shape: d.conv }, &[proj, conv_w.value, dqkv, dz, dba, dproj, partial]);
-        self.column_sum(rows, columns, 0, columns, partial, conv_w.grad);
+        self.column_sum(rows, partial, &[(columns, conv_w.grad)]);
 
         let in_w = self.delta_weight(l, "in_proj.weight")?;
         let y = self.act(l, "delta.norm.out", &[self.split_tokens, d.h]);

@@ -8,7 +8,7 @@ use crate::ops::bias::{BiasAdd, BiasGrad};
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
-use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, partials};
+use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, gradient_is_whole, partials};
 use crate::program::{BufId, DType};
 
 impl Stack<'_> {
@@ -42,33 +42,46 @@ impl Stack<'_> {
         dres: Option<BufId>,
     ) -> BufId {
         let (tokens, hidden) = (self.split_tokens, self.cfg.model.hidden_size);
-        let dx = self.act(l, &format!("{name}.dx"), &[tokens, hidden]);
-        let rows = partials(tokens);
-        let partial = self.act_as(l, &format!("{name}.dw_partial"), DType::F32, &[rows, hidden]);
         let mut args = vec![x, weight.value, rstd, dy];
         args.extend(dres);
-        args.extend([dx, partial]);
+        self.rows_norm_backward(l, name, args, [tokens, hidden], dres.is_some(), weight.grad)
+    }
+
+    /// A norm's backward on `[tokens, hidden]`, from its inputs in order: dx; and the gradient of the scale, by the same
+    /// launch where that is faster.
+    pub(super) fn rows_norm_backward(
+        &mut self,
+        l: usize,
+        name: &str,
+        inputs: Vec<BufId>,
+        [tokens, hidden]: [usize; 2],
+        residual: bool,
+        grad: BufId,
+    ) -> BufId {
+        let dx = self.act(l, &format!("{name}.dx"), &[tokens, hidden]);
         let zero_centered = self.cfg.model.zero_centered_norms;
-        self.b.launch(RmsNormBwd { tokens, hidden, residual: dres.is_some(), zero_centered }, &args);
-        self.column_sum(rows, hidden, 0, hidden, partial, weight.grad);
+        let mut op = RmsNormBwd { tokens, hidden, residual, zero_centered, grad: WeightGrad::Partial };
+        if gradient_is_whole(tokens, hidden) {
+            let accumulate = self.accumulate == Accumulate::InPlace;
+            op.grad = WeightGrad::Whole { out: self.grad_dtype(), accumulate };
+            self.b.launch(op, &[&inputs[..], &[dx, grad]].concat());
+            return dx;
+        }
+        let rows = partials(tokens);
+        let partial = self.act_as(l, &format!("{name}.dw_partial"), DType::F32, &[rows, hidden]);
+        self.b.launch(op, &[&inputs[..], &[dx, partial]].concat());
+        self.column_sum(rows, partial, &[(hidden, grad)]);
         dx
     }
 
-    /// Sums columns `first..first + cols` of `partial [rows, width]` into a main gradient.
-    pub(super) fn column_sum(
-        &mut self,
-        rows: usize,
-        width: usize,
-        first: usize,
-        cols: usize,
-        partial: BufId,
-        grad: BufId,
-    ) {
+    /// Sums the columns of `partial [rows, all columns]` into main gradients that lie side by side in it, each with its
+    /// number of columns.
+    pub(super) fn column_sum(&mut self, rows: usize, partial: BufId, grads: &[(usize, BufId)]) {
         let accumulate = self.accumulate == Accumulate::InPlace;
-        self.b.launch(
-            ColumnSum { rows, width, first, cols, out: self.grad_dtype(), accumulate },
-            &[partial, grad],
-        );
+        let cols = grads.iter().map(|(cols, _)| *cols).collect();
+        let mut args = vec![partial];
+        args.extend(grads.iter().map(|(_, grad)| *grad));
+        self.b.launch(ColumnSum { rows, cols, out: self.grad_dtype(), accumulate }, &args);
     }
 
     /// `out[tokens, n] = x[tokens, k] w[n, k]^T (+ residual)`.

@@ -171,7 +171,7 @@ impl Stack<'_> {
             GatedNormBwd { rows, groups, group, z_stride },
             &[scanned, zxbcdt, gate_w.value, rstd, dgated, dscanned, dz, partial],
         );
-        self.column_sum(parts, inner, 0, inner, partial, gate_w.grad);
+        self.column_sum(parts, partial, &[(inner, gate_w.grad)]);
 
         let states = self.act(l, "mamba.states", &d.scan.states_shape());
         let dxbc = self.act(l, "mamba.dxbc", &[d.t, conv]);
@@ -180,10 +180,9 @@ impl Stack<'_> {
         let partial = self.act_as(l, "mamba.scan.dw_partial", DType::F32, &[rows, 3 * heads]);
         let outputs = [states, dscanned, dxbc, ddt, partial];
         self.b.launch(SsdBwd { shape: d.scan }, &[&inputs[..], &outputs].concat());
-        for (i, what) in ["a_log", "d", "dt_bias"].into_iter().enumerate() {
-            let grad = self.mamba_weight(l, what)?.grad;
-            self.column_sum(rows, 3 * heads, i * heads, heads, partial, grad);
-        }
+        let grad = |s: &Self, what: &str| s.mamba_weight(l, what).map(|w| (heads, w.grad));
+        let grads = [grad(self, "a_log")?, grad(self, "d")?, grad(self, "dt_bias")?];
+        self.column_sum(rows, partial, &grads);
 
         let [conv_w, conv_b] = [self.mamba_weight(l, "conv.weight")?, self.mamba_weight(l, "conv.bias")?];
         let dzxbcdt = self.act(l, "mamba.dzxbcdt", &[d.t, width]);
@@ -194,8 +193,7 @@ impl Stack<'_> {
             MambaConvBwd { shape: d.conv },
             &[zxbcdt, conv_w.value, conv_b.value, dxbc, dz, ddt, dzxbcdt, partial],
         );
-        self.column_sum(rows, columns, 0, TAPS * conv, partial, conv_w.grad);
-        self.column_sum(rows, columns, TAPS * conv, conv, partial, conv_b.grad);
+        self.column_sum(rows, partial, &[(TAPS * conv, conv_w.grad), (conv, conv_b.grad)]);
 
         let in_w = self.mamba_weight(l, "in_proj.weight")?;
         let y = self.act(l, "mamba.norm.out", &[self.split_tokens, d.h]);

@@ -12,7 +12,7 @@ use crate::config::{Mla, RunConfig};
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::columns::{JoinColumns, SplitColumns};
 use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
-use crate::ops::rmsnorm::{RmsNormBwd, RmsNormFwd, partials};
+use crate::ops::rmsnorm::RmsNormFwd;
 use crate::ops::rope::RopeScaling;
 use crate::program::{BufId, DType, Part, Pass};
 
@@ -146,16 +146,9 @@ impl Stack<'_> {
         }
         let (tokens, weight) = (self.split_tokens, self.mla_weight(l, &format!("{what}_norm"))?);
         let rstd = self.act_as(l, &format!("attn.{what}_norm.rstd"), DType::F32, &[tokens]);
-        let dx = self.act(l, &format!("attn.{what}_norm.dx"), &[tokens, rank]);
-        let rows = partials(tokens);
-        let partial = self.act_as(l, &format!("attn.{what}_norm.dw_partial"), DType::F32, &[rows, rank]);
-        let zero_centered = self.cfg.model.zero_centered_norms;
-        self.b.launch(
-            RmsNormBwd { tokens, hidden: rank, residual: false, zero_centered },
-            &[x, weight.value, rstd, dy, dx, partial],
-        );
-        self.column_sum(rows, rank, 0, rank, partial, weight.grad);
-        Ok(dx)
+        let inputs = vec![x, weight.value, rstd, dy];
+        let name = format!("attn.{what}_norm");
+        Ok(self.rows_norm_backward(l, &name, inputs, [tokens, rank], false, weight.grad))
     }
 
     /// `x -> x + attention(norm(x))`, `[split_tokens, hidden]`.

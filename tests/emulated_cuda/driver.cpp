@@ -23,6 +23,12 @@
 #include <thread>
 #include <vector>
 
+// Set by an emulated CUPTI: a call of the driver that puts work on a stream, and what ran.
+extern "C" {
+void (*emulated_called)(uint64_t serial);
+void (*emulated_ran)(int kind, const char* name, const unsigned* grid, const unsigned* block, uint64_t serial, uint64_t node, void* stream, uint64_t start_ns, uint64_t end_ns);
+}
+
 namespace {
 enum Result {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, NOT_FOUND = 500,
@@ -299,7 +305,7 @@ struct Node {
     std::vector<int> after;                                  // places in the graph
 };
 struct Graph { std::vector<std::unique_ptr<Node>> nodes; struct Stream* origin = nullptr; bool broken = false; };
-struct Instance { std::vector<Node> nodes; size_t cost; };
+struct Instance { std::vector<Node> nodes; size_t cost; uint64_t id; };
 struct Task {
     enum Kind { NODE, GRAPH, RECORD, WAIT } kind;
     uint64_t serial;
@@ -308,12 +314,20 @@ struct Task {
     Event* event = nullptr;
     uint64_t target = 0;
 };
+uint64_t ran_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
 struct Stream { std::deque<Task> tasks; Graph* capture = nullptr; std::vector<int> last; };
 std::set<Stream*> streams;
 uint64_t serials;
 
-void carry_out(Node& n) {
-    if (sticky) return;
+// The task that is carried out, for whoever records (cupti.cpp).
+uint64_t current_serial, current_node, instances;
+Stream* current_stream;
+
+void carry_out_unseen(Node& n) {
     switch (n.kind) {
     case Node::KERNEL: run_kernel(n.f, n.config, n.params); break;
     case Node::COPY: memmove((void*)n.dst, (void*)n.src, n.bytes); break;
@@ -321,6 +335,13 @@ void carry_out(Node& n) {
         if (n.width == 1) memset((void*)n.dst, (int)n.value, n.bytes);
         else for (size_t i = 0; i < n.bytes; i += n.width) memcpy((char*)n.dst + i, &n.value, n.width);
     }
+}
+void carry_out(Node& n) {
+    if (sticky) return;
+    const uint64_t start = ran_ns();
+    carry_out_unseen(n);
+    if (emulated_ran)
+        emulated_ran(n.kind, n.f ? n.f->name.c_str() : "", n.config.grid, n.config.block, current_serial, current_node, current_stream, start, ran_ns());
 }
 // Nodes in an order that their edges allow.
 void run_graph(Instance& g) {
@@ -337,7 +358,9 @@ void run_graph(Instance& g) {
         const size_t at = seed() ? random_below((unsigned)ready.size()) : (size_t)(std::min_element(ready.begin(), ready.end()) - ready.begin());
         const int i = ready[at];
         ready.erase(ready.begin() + at);
+        current_node = (g.id << 32) + i + 1;
         carry_out(g.nodes[i]);
+        current_node = 0;
         for (int t : then[i]) if (--missing[t] == 0) ready.push_back(t);
     }
 }
@@ -356,6 +379,8 @@ bool advance() {
     Stream* s = able[seed() ? random_below((unsigned)able.size()) : 0];
     Task t = std::move(s->tasks.front());
     s->tasks.pop_front();
+    current_serial = t.serial;
+    current_stream = s;
     switch (t.kind) {
     case Task::NODE: carry_out(t.node); break;
     case Task::GRAPH: run_graph(*t.graph); break;
@@ -378,6 +403,7 @@ int put(Stream* s, Node&& n) {
         return SUCCESS;
     }
     Task t = {Task::NODE, ++serials};
+    if (emulated_called) emulated_called(t.serial);
     t.node = std::move(n);
     s->tasks.push_back(std::move(t));
     return SUCCESS;
@@ -631,7 +657,7 @@ R cuGraphInstantiateWithFlags(Instance** out, Graph* g, unsigned long long) {
     Lock l(everything);
     if (sticky) return sticky;
     // Device memory that an instance takes: made up, so that the accounting has something to count.
-    Instance* x = new Instance{{}, (g->nodes.size() * 256 + 65535) / 65536 * 65536};
+    Instance* x = new Instance{{}, (g->nodes.size() * 256 + 65535) / 65536 * 65536, ++instances};
     for (auto& n : g->nodes) x->nodes.push_back(*n);
     used += x->cost;
     *out = x;
@@ -644,6 +670,7 @@ R cuGraphLaunch(Instance* x, Stream* s) {
     if (sticky) return sticky;
     if (s->capture) return CAPTURE_UNSUPPORTED;
     Task t = {Task::GRAPH, ++serials};
+    if (emulated_called) emulated_called(t.serial);
     t.graph = x;
     s->tasks.push_back(std::move(t));
     return SUCCESS;

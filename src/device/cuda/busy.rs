@@ -249,17 +249,20 @@ fn enabled(
     beside: &[sys::CUpti_ActivityKind],
     step: impl FnOnce() -> Result<(), String>,
 ) -> Result<(), String> {
-    let kinds = || KINDS.iter().chain(beside).copied();
     let mut result = Ok(());
-    for kind in kinds() {
+    for kind in KINDS {
         // SAFETY: the function exists (see `record`).
         result =
             result.and_then(|()| unsafe { check("cuptiActivityEnable", sys::cuptiActivityEnable(kind)) });
     }
+    for kind in beside {
+        // SAFETY: as above. Where it fails the records come without it.
+        unsafe { sys::cuptiActivityEnable(*kind) };
+    }
     let result = result.and_then(|()| step());
-    for kind in kinds() {
+    for kind in KINDS.iter().chain(beside) {
         // SAFETY: as above. Kinds that were never enabled may be disabled.
-        unsafe { sys::cuptiActivityDisable(kind) };
+        unsafe { sys::cuptiActivityDisable(*kind) };
     }
     result
 }

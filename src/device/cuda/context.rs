@@ -51,6 +51,8 @@ pub struct Context {
     /// Compute capability as major * 10 + minor.
     pub cc: u32,
     pub sm_count: usize,
+    /// Second-level cache.
+    pub l2_bytes: usize,
     pub total_bytes: usize,
     /// The CUDA version that the driver supports, as 1000 * major + 10 * minor.
     pub driver_cuda: c_int,
@@ -86,6 +88,7 @@ impl Context {
         let major = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let sms = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let l2_bytes = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
         // SAFETY: the name is zero-terminated: 255 bytes at most were written into 256 zeros.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         if major < 8 {
@@ -103,6 +106,7 @@ impl Context {
             uuid: uuid_text(&uuid),
             cc: (major * 10 + minor) as u32,
             sm_count: sms.max(1) as usize,
+            l2_bytes: l2_bytes.max(0) as usize,
             total_bytes,
             driver_cuda,
         };

@@ -78,7 +78,7 @@ impl Matmuls {
     /// Scratch that every plan may use.
     pub const WORKSPACE_BYTES: usize = 32 << 20;
 
-    /// For the current device. `tune`: time the candidates and keep the fastest, else take the library's first.
+    /// For the current device. `tune`: time the candidates and keep the best, else take the library's first.
     /// `folder`: where choices are kept between runs. Errors: [`DeviceError::Unavailable`] without cuBLASLt.
     pub fn online(context: &Rc<Context>, tune: bool, folder: Option<PathBuf>) -> Result<Self, DeviceError> {
         let handle = Rc::new(Handle::new()?);
@@ -185,7 +185,8 @@ fn alignment(ptr: DevPtr) -> u32 {
 impl Online {
     fn make(&mut self, key: &PlanKey, call: Operands) -> Result<Plan, DeviceError> {
         let mut plan = Plan::describe(&self.handle, &key.spec)?;
-        let file = format!("{}.algo", super::disk::key(&[&format!("{key:?}"), &self.machine]));
+        let file =
+            format!("{}.algo", super::disk::key(&[&format!("{key:?}"), &self.machine, super::tuner::RULE]));
         if let Some(algo) = self.disk.as_ref().and_then(|d| d.get(&file)).and_then(|b| algo_of(&b))
             && plan.accepts(&algo)
         {
@@ -193,7 +194,7 @@ impl Online {
         } else {
             let candidates = plan.candidates(key)?;
             let chosen = match &mut self.tuner {
-                Some(tuner) if candidates.len() > 1 => tuner.fastest(&key.spec, &plan, &candidates),
+                Some(tuner) if candidates.len() > 1 => tuner.best(&key.spec, &plan, &candidates),
                 _ => None,
             };
             // A choice is kept only when it was measured.

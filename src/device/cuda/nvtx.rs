@@ -233,10 +233,10 @@ impl<'a> Ranges<'a> {
             }
             self.open[level] = NONE;
         }
-        for level in kept..wanted.len() {
-            if let Some(name) = self.names.names.get(wanted[level] as usize) {
+        for (open, wanted) in self.open.iter_mut().zip(wanted).skip(kept) {
+            if let Some(name) = self.names.names.get(wanted as usize) {
                 self.sink.push(name);
-                self.open[level] = wanted[level];
+                *open = wanted;
             }
         }
     }

@@ -9,8 +9,9 @@ use cudarc::cublaslt::sys;
 use std::ffi::c_void;
 use std::rc::Rc;
 
-/// Algorithms asked of the library's heuristic, best guess first.
-const CANDIDATES: usize = 8;
+/// Algorithms asked of the library's heuristic, best guess first: more than it often has for one product. How many are
+/// timed is the tuner's affair.
+const CANDIDATES: usize = 32;
 
 /// Split-K partial sums may only be kept in fp32 in the workspace and reduced in fixed order. The in-place scheme
 /// is left out, and so is the one that rounds partial sums to the output dtype.

@@ -1,6 +1,6 @@
-// RMSNorm forward and backward, and the column sum that finishes weight gradients.
-// Defines: THREADS (a block), VECS (16-byte vectors a thread holds of one row), OUT (dtype of column_sum), ZERO_CENTERED (the
-// weight is stored less one).
+// RMSNorm forward and backward.
+// Defines: THREADS (a block), VECS (16-byte vectors a thread holds of one row), ZERO_CENTERED (the weight is stored less
+// one), GRAD (type of the weight's gradient: the kernels that write it whole).
 // A row stays in registers between its two uses: x, dy, y and dx cross device memory once.
 
 #ifndef THREADS
@@ -8,9 +8,6 @@
 #endif
 #ifndef VECS
 #define VECS 2
-#endif
-#ifndef OUT
-#define OUT bf16
 #endif
 // Loading the next row ahead hides its latency; with long rows the registers are needed for this one.
 #define AHEAD (VECS <= 2)
@@ -78,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_fwd(const bf16* x,
 }
 
 // With g = dy * weight and n = x * rstd: dx = rstd * (g - n * mean(g * n)) (+ dres). Block p takes rows
-// p, p + gridDim.x, ... and sums dy * n over them, in that order, into dw_partial[p].
-template <bool RESIDUAL>
+// p, p + gridDim.x, ... and sums dy * n over them, in that order, into dw_partial[p]; without PARTIAL it takes row p alone
+// and sums nothing.
+template <bool RESIDUAL, bool PARTIAL>
 __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, const float* rstd, const bf16* dy, const bf16* dres,
     bf16* dx, float* dw_partial, int tokens, int hidden) {
     __shared__ float scratch[32];
@@ -105,7 +103,7 @@ __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, cons
         if (AHEAD) {
             const i64 next = row + gridDim.x;
             if (RESIDUAL) load_row(dres + row * hidden, vectors, dr);
-            if (next < tokens) {
+            if (PARTIAL && next < tokens) {
                 load_row(x + next * hidden, vectors, next_x);
                 load_row(dy + next * hidden, vectors, next_dy);
                 next_r = rstd[next];
@@ -125,7 +123,7 @@ __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, cons
             #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 const float n = a[e] * r;
-                dw[i][e] = fmaf(d[e], n, dw[i][e]);
+                if (PARTIAL) dw[i][e] = fmaf(d[e], n, dw[i][e]);
                 sum = fmaf(d[e] * w[e], n, sum);
             }
         }
@@ -149,6 +147,7 @@ __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, cons
                 store8(dx + row * hidden + 8 * c, o);
             }
         }
+        if (!PARTIAL) return;
         if (AHEAD) {
             #pragma unroll
             for (int i = 0; i < VECS; ++i) { xv[i] = next_x[i]; dyv[i] = next_dy[i]; }
@@ -162,36 +161,64 @@ __device__ __forceinline__ void backward(const bf16* x, const bf16* weight, cons
     }
 }
 
+#ifndef GRAD
 extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_bwd(const bf16* x, const bf16* weight, const float* rstd, const bf16* dy,
     bf16* dx, float* dw_partial, int tokens, int hidden) {
-    backward<false>(x, weight, rstd, dy, dy, dx, dw_partial, tokens, hidden);
+    backward<false, true>(x, weight, rstd, dy, dy, dx, dw_partial, tokens, hidden);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_bwd_residual(const bf16* x, const bf16* weight, const float* rstd, const bf16* dy,
     const bf16* dres, bf16* dx, float* dw_partial, int tokens, int hidden) {
-    backward<true>(x, weight, rstd, dy, dres, dx, dw_partial, tokens, hidden);
+    backward<true, true>(x, weight, rstd, dy, dres, dx, dw_partial, tokens, hidden);
 }
-
-// dw[col] += sum over rows of partial[row][col]. A block of 256 threads sums 32 columns: 8 threads of four
-// columns side by side, 32 row groups; group g takes rows g, g + 32, ..., then the groups are added in order.
-extern "C" __global__ void __launch_bounds__(256) column_sum(const float* partial, OUT* dw, int rows, int width, int first, int cols, int accumulate) {
-    __shared__ float4 groups[32][8];
-    const int lane = threadIdx.x & 7, group = threadIdx.x >> 3;
-    const int col = blockIdx.x * 32 + lane * 4;
-    float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (col < cols) {
+#else
+// dw[col] (+)= sum over rows of dy * n, for 32 columns a block: four lanes of eight columns side by side; group g of
+// them takes rows g, g + THREADS / 4, .... Then the eight groups of a warp are added, then the warps, in a fixed order.
+// The sum needs no other block: x and dy are read again, from the second-level cache where the rows' blocks have read them.
+__device__ __forceinline__ void weight_gradient(const bf16* x, const float* rstd, const bf16* dy, GRAD* dw, int stripe, int tokens,
+    int hidden, int accumulate) {
+    __shared__ float sums[THREADS / 32][32];
+    const int lane = threadIdx.x & 3, warp = threadIdx.x >> 5;
+    const int col = stripe * 32 + lane * 8, mine = stripe * 32 + threadIdx.x;
+    const bool writes = threadIdx.x < 32 && mine < hidden;
+    const float old = writes && accumulate ? to_f32(dw[mine]) : 0.f;
+    float s[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    if (col < hidden) {
         #pragma unroll 4
-        for (int row = group; row < rows; row += 32) {
-            const float4 v = *reinterpret_cast<const float4*>(partial + (i64)row * width + first + col);
-            s.x += v.x; s.y += v.y; s.z += v.z; s.w += v.w;
+        for (int row = threadIdx.x >> 2; row < tokens; row += THREADS / 4) {
+            float a[8], d[8];
+            load8(x + (i64)row * hidden + col, a);
+            load8(dy + (i64)row * hidden + col, d);
+            const float r = rstd[row];
+            #pragma unroll
+            for (int e = 0; e < 8; ++e) s[e] = fmaf(d[e], a[e] * r, s[e]);
         }
     }
-    groups[group][lane] = s;
-    __syncthreads();
-    const int mine = blockIdx.x * 32 + threadIdx.x;
-    if (threadIdx.x < 32 && mine < cols) {
-        const float* flat = reinterpret_cast<const float*>(groups);
-        float sum = 0.f;
-        for (int g = 0; g < 32; ++g) sum += flat[g * 32 + threadIdx.x];
-        dw[mine] = Store<OUT>::of(accumulate ? to_f32(dw[mine]) + sum : sum);
+    #pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        #pragma unroll
+        for (int o = 4; o < 32; o <<= 1) s[e] += __shfl_xor_sync(0xffffffffu, s[e], o);
     }
+    if ((threadIdx.x & 31) < 4) store8(&sums[warp][lane * 8], s);
+    __syncthreads();
+    if (!writes) return;
+    float sum = 0.f;
+    #pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) sum += sums[w][threadIdx.x];
+    dw[mine] = Store<GRAD>::of(old + sum);
 }
+
+// dx and the whole dw in one launch of tokens + ceil(hidden / 32) blocks: first a row each, then 32 columns each. No block
+// waits for another.
+extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_bwd_whole(const bf16* x, const bf16* weight, const float* rstd, const bf16* dy,
+    bf16* dx, GRAD* dw, int tokens, int hidden, int accumulate) {
+    const int stripe = (int)blockIdx.x - tokens;
+    if (stripe < 0) backward<false, false>(x, weight, rstd, dy, dy, dx, (float*)0, tokens, hidden);
+    else weight_gradient(x, rstd, dy, dw, stripe, tokens, hidden, accumulate);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_bwd_whole_residual(const bf16* x, const bf16* weight, const float* rstd, const bf16* dy,
+    const bf16* dres, bf16* dx, GRAD* dw, int tokens, int hidden, int accumulate) {
+    const int stripe = (int)blockIdx.x - tokens;
+    if (stripe < 0) backward<true, false>(x, weight, rstd, dy, dres, dx, (float*)0, tokens, hidden);
+    else weight_gradient(x, rstd, dy, dw, stripe, tokens, hidden, accumulate);
+}
+#endif

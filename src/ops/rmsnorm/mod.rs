@@ -1,11 +1,14 @@
-//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019) with a weight, and the column
-//! sum that turns per-block partial sums into a weight gradient.
+//! RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019) with a weight. The weight's gradient
+//! comes whole from the backward's own launch, or as partial sums that [`ColumnSum`] adds up: [`gradient_is_whole`].
+
+mod column_sum;
 
 use super::{ArgSpec, CpuArgs, Op, Real, Sample, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 use crate::program::DType;
+pub use column_sum::{ColumnSum, MAX_GRADIENTS};
 use rayon::prelude::*;
 
 /// Partial sums at most: two blocks for each of the 132 multiprocessors of an H100 or H200. More would add
@@ -30,7 +33,7 @@ pub struct RmsNormFwd {
 
 /// With g = dy * weight and n = x * rstd: dx = rstd * (g - n * mean(g * n)) + dres, dw = sum of dy * n.
 /// Args: x R bf16 `[T,H]`, weight R bf16 `[H]`, rstd R f32 `[T]`, dy R bf16 `[T,H]`, [dres R bf16 `[T,H]`],
-/// dx W bf16 `[T,H]`, dw_partial W f32 [partials(T),H].
+/// dx W bf16 `[T,H]`, and by `grad` dw_partial W f32 [partials(T),H] or dw U `out` `[H]` (W unless `accumulate`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RmsNormBwd {
     pub tokens: usize,
@@ -39,27 +42,39 @@ pub struct RmsNormBwd {
     pub residual: bool,
     /// As in the forward.
     pub zero_centered: bool,
+    pub grad: WeightGrad,
+}
+
+/// How the backward hands out the gradient of the weight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum WeightGrad {
+    /// A partial sum a block, for [`ColumnSum`].
+    Partial,
+    /// Summed over all rows, and added to what is there if `accumulate`. `out`: `Bf16` or `F32`.
+    Whole { out: DType, accumulate: bool },
+}
+
+/// What a launch costs in a graph, about 2 us from the end of a kernel to the full rate of the next that waits for
+/// it, as bytes that an H200 moves in that time (4.09 TB/s, results/h200/notes.md).
+const LAUNCH_BYTES: usize = 8_000_000;
+/// Rows that a thread of the blocks of columns may add up: eight loads of x and eight of dy, in two rounds of latency,
+/// about as long as a block takes for its row. With more, these few blocks would still run when the rows are done.
+const MAX_ROWS_PER_THREAD: usize = 8;
+
+/// Whether [`WeightGrad::Whole`] is expected to be faster than partial sums and a [`ColumnSum`]. Its blocks of columns
+/// read x and dy a second time (4 bytes an element, mostly from the second-level cache, since other blocks of the
+/// launch read them too); partial sums are written and read (8 bytes an element of `partials(tokens)` rows) and take a
+/// launch more. So it holds for few tokens, where launches count. A last block that adds up the partial sums would be
+/// slower than either: one multiprocessor takes 40 us for 264 rows of 4096 (64 bytes a clock from the second-level cache).
+pub fn gradient_is_whole(tokens: usize, hidden: usize) -> bool {
+    let rows_at_once = (bwd_block(hidden).0 / STRIPE_LANES).max(1);
+    tokens <= rows_at_once * MAX_ROWS_PER_THREAD
+        && 4 * tokens * hidden <= 8 * partials(tokens) * hidden + LAUNCH_BYTES
 }
 
 /// What is added to a stored scale.
 pub fn scale_offset(zero_centered: bool) -> f64 {
     if zero_centered { 1.0 } else { 0.0 }
-}
-
-/// dw (+)= sums of columns `first..first + cols` of `partial`, in a fixed order. Args: partial R f32 `[rows,width]`,
-/// dw U `out` `[cols]` (W unless `accumulate`).
-#[derive(Debug, Clone, PartialEq)]
-pub struct ColumnSum {
-    pub rows: usize,
-    /// Columns of `partial`.
-    pub width: usize,
-    /// First column that is summed.
-    pub first: usize,
-    pub cols: usize,
-    /// Adds to `dw` (beta 1), or overwrites it.
-    pub accumulate: bool,
-    /// `Bf16` or `F32`.
-    pub out: DType,
 }
 
 impl RmsNormFwd {
@@ -86,7 +101,7 @@ impl RmsNormBwd {
         let (x, weight, rstd, dy) = (args.input(0)?, args.input(1)?, args.input(2)?, args.input(3)?);
         let dres = if self.residual { Some(args.input(4)?) } else { None };
         let first_out = 4 + self.residual as usize;
-        let (dx, dw_partial) = (args.output(first_out)?, args.output(first_out + 1)?);
+        let (dx, dw) = (args.output(first_out)?, args.output(first_out + 1)?);
         let (h, one) = (self.hidden.max(1), T::of(scale_offset(self.zero_centered)));
         dx.par_chunks_mut(h).enumerate().for_each(|(row, dx)| {
             let (x, dy, r) = (&x[row * h..][..h], &dy[row * h..][..h], rstd[row]);
@@ -97,30 +112,31 @@ impl RmsNormBwd {
                 dx[i] = (r * (dy[i] * (weight[i] + one) - x[i] * r * mean) + around).bf16();
             }
         });
-        dw_partial.par_chunks_mut(h).enumerate().for_each(|(p, dw)| {
-            let mut sum = vec![0.0; h];
-            for row in (p..self.tokens).step_by(partials(self.tokens)) {
-                for i in 0..h {
-                    sum[i] += (dy[row * h + i] * x[row * h + i] * rstd[row]).f64();
+        // Adds rows `first`, `first + step`, ... of dy * n to `sum`, columns `at` onward.
+        let add_rows = |sum: &mut [f64], at: usize, first: usize, step: usize| {
+            for row in (first..self.tokens).step_by(step) {
+                for (i, s) in sum.iter_mut().enumerate() {
+                    let c = row * h + at + i;
+                    *s += (dy[c] * x[c] * rstd[row]).f64();
                 }
             }
-            dw.iter_mut().zip(sum).for_each(|(dw, s)| *dw = T::of(s).f32());
-        });
-        Ok(())
-    }
-}
-
-impl ColumnSum {
-    /// Sums in f64.
-    fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
-        let (partial, dw) = (args.input(0)?, args.output(1)?);
-        let mut sum = vec![0.0; self.cols];
-        for row in partial.chunks(self.width.max(1)) {
-            sum.iter_mut().zip(&row[self.first..]).for_each(|(s, v)| *s += v.f64());
-        }
-        for (dw, s) in dw.iter_mut().zip(sum) {
-            let total = if self.accumulate { *dw + T::of(s) } else { T::of(s) };
-            *dw = if self.out == DType::Bf16 { total.bf16() } else { total.f32() };
+        };
+        match self.grad {
+            WeightGrad::Partial => dw.par_chunks_mut(h).enumerate().for_each(|(p, dw)| {
+                let mut sum = vec![0.0; h];
+                add_rows(&mut sum, 0, p, partials(self.tokens));
+                dw.iter_mut().zip(sum).for_each(|(dw, s)| *dw = T::of(s).f32());
+            }),
+            WeightGrad::Whole { out, accumulate } => {
+                dw.par_chunks_mut(STRIPE).enumerate().for_each(|(stripe, dw)| {
+                    let mut sum = [0.0; STRIPE];
+                    add_rows(&mut sum[..dw.len()], stripe * STRIPE, 0, 1);
+                    for (dw, s) in dw.iter_mut().zip(sum) {
+                        let total = if accumulate { *dw + T::of(s) } else { T::of(s) };
+                        *dw = if out == DType::Bf16 { total.bf16() } else { total.f32() };
+                    }
+                });
+            }
         }
         Ok(())
     }
@@ -137,6 +153,10 @@ const MAX_FWD_THREADS: usize = 512;
 const MAX_BWD_THREADS: usize = 1024;
 /// Block of the backward when a row is too long for one vector a thread.
 const LONG_ROW_BWD_THREADS: usize = 512;
+
+/// Columns that a block sums where the gradient is whole, 64 bytes of a row of x, by this many lanes of 16 bytes.
+const STRIPE: usize = 32;
+const STRIPE_LANES: usize = STRIPE / VECTOR;
 
 /// (threads of a block, 16-byte vectors a thread) for one row a block.
 fn fwd_block(hidden: usize) -> (usize, usize) {
@@ -169,6 +189,17 @@ fn defines((threads, vectors): (usize, usize), zero_centered: bool) -> Vec<(&'st
         out.push(("ZERO_CENTERED", "1".into()));
     }
     out
+}
+
+/// A gradient's type as the kernels name it.
+fn grad_type(op: &str, out: DType) -> Result<&'static str, DeviceError> {
+    match out {
+        DType::Bf16 => Ok("bf16"),
+        DType::F32 => Ok("float"),
+        other => Err(DeviceError::Invalid(format!(
+            "{op}: the output dtype is {other:?}, bf16 and f32 are possible"
+        ))),
+    }
 }
 
 impl Op for RmsNormFwd {
@@ -228,7 +259,13 @@ impl Op for RmsNormBwd {
             args.push(ArgSpec::read("dres", DType::Bf16, &rows));
         }
         args.push(ArgSpec::write("dx", DType::Bf16, &rows));
-        args.push(ArgSpec::write("dw_partial", DType::F32, &[partials(self.tokens), self.hidden]));
+        args.push(match self.grad {
+            WeightGrad::Partial => {
+                ArgSpec::write("dw_partial", DType::F32, &[partials(self.tokens), self.hidden])
+            }
+            WeightGrad::Whole { out, accumulate: true } => ArgSpec::update("dw", out, &[self.hidden]),
+            WeightGrad::Whole { out, accumulate: false } => ArgSpec::write("dw", out, &[self.hidden]),
+        });
         args
     }
     /// g, n (one product each), the dot and dw (two each), dx (three), the residual.
@@ -237,9 +274,11 @@ impl Op for RmsNormBwd {
     }
     fn tolerance(&self, arg: usize) -> f64 {
         if arg == 4 + self.residual as usize {
-            tolerance(DType::Bf16, self.hidden, 0)
-        } else {
-            tolerance(DType::F32, self.tokens.div_ceil(partials(self.tokens)), 0)
+            return tolerance(DType::Bf16, self.hidden, 0);
+        }
+        match self.grad {
+            WeightGrad::Partial => tolerance(DType::F32, self.tokens.div_ceil(partials(self.tokens)), 0),
+            WeightGrad::Whole { out, .. } => tolerance(out, self.tokens, 0),
         }
     }
     cpu_reference!();
@@ -251,85 +290,24 @@ impl Op for RmsNormBwd {
     ) -> Result<Issue, DeviceError> {
         check_hidden(self.name(), self.hidden)?;
         let block = bwd_block(self.hidden);
-        let entry = if self.residual { "rmsnorm_bwd_residual" } else { "rmsnorm_bwd" };
-        let kernel = cuda.kernel(SOURCE, entry, &defines(block, self.zero_centered), 0)?;
+        let mut defines = defines(block, self.zero_centered);
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
-        params.push(int_param(self.name(), "tokens", self.tokens)?.into());
+        let tokens = int_param(self.name(), "tokens", self.tokens)?;
+        params.push(tokens.into());
         params.push(int_param(self.name(), "hidden", self.hidden)?.into());
-        cuda.launch(&kernel, Config::linear(partials(self.tokens), block.0 as u32), &params)
-    }
-}
-
-/// Columns that one block of `column_sum` sums, and its threads.
-const COLUMNS_PER_BLOCK: usize = 32;
-const COLUMN_SUM_THREADS: u32 = 256;
-/// Columns of one 16-byte access of fp32.
-const COLUMNS_PER_THREAD: usize = 4;
-
-impl Op for ColumnSum {
-    fn name(&self) -> &'static str {
-        "column_sum"
-    }
-    fn args(&self) -> Vec<ArgSpec> {
-        vec![
-            ArgSpec::read("partial", DType::F32, &[self.rows, self.width]),
-            if self.accumulate {
-                ArgSpec::update("dw", self.out, &[self.cols])
-            } else {
-                ArgSpec::write("dw", self.out, &[self.cols])
-            },
-        ]
-    }
-    fn flops(&self) -> f64 {
-        self.rows as f64 * self.cols as f64
-    }
-    fn tolerance(&self, _arg: usize) -> f64 {
-        tolerance(self.out, self.rows, 0)
-    }
-    cpu_reference!();
-    fn prepare(
-        &self,
-        cuda: &mut CudaPrep,
-        args: &[DevPtr],
-        _workspace: DevPtr,
-    ) -> Result<Issue, DeviceError> {
-        if self.cols == 0 || (self.rows == 0 && self.accumulate) {
-            return Ok(Issue::Nothing);
-        }
-        if self.rows == 0 {
-            return Ok(Issue::Zero { dst: args[1], bytes: self.cols * self.out.size() });
-        }
-        check_multiple(self.name(), "cols", self.cols, COLUMNS_PER_THREAD)?;
-        check_multiple(self.name(), "width", self.width, COLUMNS_PER_THREAD)?;
-        let end = self.first + self.cols;
-        if !self.first.is_multiple_of(COLUMNS_PER_THREAD) || end > self.width {
-            return Err(DeviceError::Invalid(format!(
-                "column_sum: columns {}..{end} of {} do not fit, the kernel needs a first column that is a \
-                 multiple of {COLUMNS_PER_THREAD} and an end inside the row",
-                self.first, self.width
-            )));
-        }
-        let out = match self.out {
-            DType::Bf16 => "bf16",
-            DType::F32 => "float",
-            other => {
-                return Err(DeviceError::Invalid(format!(
-                    "column_sum: the output dtype is {other:?}, bf16 and f32 are possible"
-                )));
+        let (entry, blocks) = match self.grad {
+            WeightGrad::Partial => {
+                (["rmsnorm_bwd", "rmsnorm_bwd_residual"][self.residual as usize], partials(self.tokens))
+            }
+            WeightGrad::Whole { out, accumulate } => {
+                defines.push(("GRAD", grad_type(self.name(), out)?.into()));
+                params.push(i32::from(accumulate).into());
+                let blocks = self.tokens + self.hidden.div_ceil(STRIPE);
+                (["rmsnorm_bwd_whole", "rmsnorm_bwd_whole_residual"][self.residual as usize], blocks)
             }
         };
-        let kernel = cuda.kernel(SOURCE, "column_sum", &[("OUT", out.to_string())], 0)?;
-        let params = [
-            args[0].into(),
-            args[1].into(),
-            int_param(self.name(), "rows", self.rows)?.into(),
-            int_param(self.name(), "width", self.width)?.into(),
-            int_param(self.name(), "first", self.first)?.into(),
-            int_param(self.name(), "cols", self.cols)?.into(),
-            i32::from(self.accumulate).into(),
-        ];
-        let blocks = self.cols.div_ceil(COLUMNS_PER_BLOCK);
-        cuda.launch(&kernel, Config::linear(blocks, COLUMN_SUM_THREADS), &params)
+        let kernel = cuda.kernel(SOURCE, entry, &defines, 0)?;
+        cuda.launch(&kernel, Config::linear(blocks, block.0 as u32), &params)
     }
 }
 
@@ -358,7 +336,8 @@ mod tests {
             [(1, 8, false, false), (7, 24, true, true), (300, 8, true, false)]
         {
             let fwd = RmsNormFwd { tokens, hidden, eps: 1e-5, zero_centered };
-            let bwd = RmsNormBwd { tokens, hidden, residual, zero_centered };
+            let grad = WeightGrad::Partial;
+            let bwd = RmsNormBwd { tokens, hidden, residual, zero_centered, grad };
             let v = inputs(&fwd, 5);
             check_f32_against_f64(&fwd, &v);
             let rstd = run_f64(&fwd, &v)[3].clone();
@@ -375,7 +354,20 @@ mod tests {
             let norm_dx: Vec<f64> =
                 dx.iter().zip(&dres).map(|(d, r)| d - if residual { *r } else { 0.0 }).collect();
             check_op_gradient(&fwd, &v, &[(2, &dy)], 0, &norm_dx);
-            check_op_gradient(&fwd, &v, &[(2, &dy)], 1, &column_sums(partial, hidden));
+            let dw = column_sums(partial, hidden);
+            check_op_gradient(&fwd, &v, &[(2, &dy)], 1, &dw);
+
+            // Whole in one launch: the same dx, and the gradient written or added.
+            let old = normals(hidden, 23, 1.0);
+            for accumulate in [false, true] {
+                let grad = WeightGrad::Whole { out: DType::F32, accumulate };
+                *b.last_mut().unwrap() = if accumulate { old.clone() } else { vec![] };
+                let whole = run_f64(&RmsNormBwd { grad, ..bwd.clone() }, &b);
+                assert_eq!(&whole[whole.len() - 2], dx);
+                let want: Vec<f64> =
+                    dw.iter().zip(&old).map(|(d, o)| d + if accumulate { *o } else { 0.0 }).collect();
+                assert!(relative_error(&whole[whole.len() - 1], &want) < 1e-12);
+            }
         }
     }
 
@@ -392,43 +384,35 @@ mod tests {
     #[test]
     fn f32_backward_is_within_tolerance() {
         for (tokens, hidden, residual) in [(7, 64, true), (600, 16, false)] {
-            let bwd = RmsNormBwd { tokens, hidden, residual, zero_centered: residual };
-            check_f32_against_f64(&bwd, &inputs(&bwd, 3));
+            for grad in [
+                WeightGrad::Partial,
+                WeightGrad::Whole { out: DType::F32, accumulate: false },
+                WeightGrad::Whole { out: DType::Bf16, accumulate: true },
+            ] {
+                let bwd = RmsNormBwd { tokens, hidden, residual, zero_centered: residual, grad };
+                check_f32_against_f64(&bwd, &inputs(&bwd, 3));
+            }
         }
     }
 
+    /// At the shapes of the targets: few tokens in one launch, and a launch of its own where reading x and dy twice
+    /// costs more, or where too few blocks would do the sums.
     #[test]
-    fn column_sum_adds_to_what_is_there() {
-        for out in [DType::Bf16, DType::F32] {
-            let op = ColumnSum { rows: 5, width: 12, first: 0, cols: 12, out, accumulate: true };
-            let v = inputs(&op, 9);
-            let want: Vec<f64> = column_sums(&v[0], 12).iter().zip(&v[1]).map(|(s, d)| s + d).collect();
-            assert!(relative_error(&run_f64(&op, &v)[1], &want) < 1e-14);
-            check_f32_against_f64(&op, &v);
-        }
-    }
-
-    /// The k half of q and k weight gradients that lie side by side, overwritten and added.
-    #[test]
-    fn column_sum_takes_a_range_of_columns() {
-        for accumulate in [false, true] {
-            let op = ColumnSum { rows: 3, width: 16, first: 8, cols: 8, out: DType::F32, accumulate };
-            let v = inputs(&op, 9);
-            let old = |c: usize| if accumulate { v[1][c] } else { 0.0 };
-            let sums = column_sums(&v[0], 16);
-            let want: Vec<f64> = (0..8).map(|c| sums[8 + c] + old(c)).collect();
-            assert!(relative_error(&run_f64(&op, &v)[1], &want) < 1e-14);
-        }
-    }
-
-    #[test]
-    fn column_ranges_are_checked_when_prepared() {
-        let mut cuda = crate::device::cuda::prep::OfflinePrep::new("sm_90a").unwrap();
-        for (first, cols, legal) in
-            [(0, 16, true), (8, 8, true), (2, 8, false), (8, 12, false), (0, 6, false)]
-        {
-            let op = ColumnSum { rows: 3, width: 16, first, cols, out: DType::Bf16, accumulate: true };
-            assert_eq!(cuda.prepare(&op).is_ok(), legal, "{op:?}: {:?}", cuda.prepare(&op));
+    fn the_gradient_is_whole_where_tokens_are_few() {
+        for (tokens, hidden, whole) in [
+            (128, 4096, true),
+            (512, 4096, true),
+            (1016, 4096, true),
+            (1024, 4096, false),
+            (8192, 4096, false),
+            (512, 2048, true),
+            (4096, 2048, false),
+            (512, 512, false),
+            (64, 8, true),
+            (65, 8, false),
+            (0, 4096, true),
+        ] {
+            assert_eq!(gradient_is_whole(tokens, hidden), whole, "{tokens} x {hidden}");
         }
     }
 

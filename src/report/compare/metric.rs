@@ -96,9 +96,8 @@ impl Metric {
     }
 
     fn sample(self, row: &Record) -> Result<Sample, String> {
-        if row.cell("digest_match") == "false" {
-            return Err(row.wrong("digest_match", "false: the arms did not do the same work"));
-        }
+        same_work(row)?;
+        known_steady(row)?;
         match self {
             Metric::Speedup => {
                 if row.cell("device") == "cpu" && row.cell("speedup").is_empty() {
@@ -118,15 +117,65 @@ impl Metric {
             }
             Metric::MemoryMib => {
                 let peak = row.positive("peak_memory_mib")?;
-                let graphs = match row.cell("graph_memory_mib") {
-                    // Graphs that fit what the driver held already cost nothing more.
-                    "0" | "" => 0.0,
-                    _ => row.positive("graph_memory_mib")?,
-                };
+                let graphs = graph_memory_mib(row)?;
                 // Memory is read once; it has no scatter within a run.
                 Ok(Sample { cost: peak + graphs, ci95: Some((peak + graphs, peak + graphs)) })
             }
         }
+    }
+}
+
+/// The arms of the row's run were shown to do the same work.
+fn same_work(row: &Record) -> Result<(), String> {
+    let column = "digest_match";
+    match row.get(column) {
+        Some("true") => Ok(()),
+        Some("false") => Err(row.wrong(column, "false: the arms did not do the same work")),
+        // A run of one arm has no other to be equal to.
+        Some("") if row.cell("cuda_graph_impl") == "none" => Ok(()),
+        Some("") => Err(row.wrong(column, "empty: that the arms did the same work was not shown")),
+        Some(other) => Err(row.wrong(column, &format!("{other:?} is neither true nor false"))),
+        None => {
+            Err(row
+                .wrong(column, "the file has no such column: nothing says that the arms did the same work"))
+        }
+    }
+}
+
+/// The row says whether its step times had settled, or had too few blocks to tell.
+fn known_steady(row: &Record) -> Result<(), String> {
+    let column = "steady_reached";
+    match row.get(column) {
+        Some("true" | "false") => Ok(()),
+        // Under six blocks there is no interval of the step time either.
+        Some("") if row.cell("step_time_ms_ci95_low").is_empty() => Ok(()),
+        Some("") => Err(row.wrong(column, "empty, though there were blocks enough to tell")),
+        Some(other) => Err(row.wrong(column, &format!("{other:?} is neither true nor false"))),
+        None => {
+            Err(row.wrong(column, "the file has no such column: nothing says that step times had settled"))
+        }
+    }
+}
+
+/// Memory of the row's graphs. Measured, it may be 0: graphs that fit what the driver held already cost nothing more.
+/// Empty, it was not measured, and is no 0.
+fn graph_memory_mib(row: &Record) -> Result<f64, String> {
+    let column = "graph_memory_mib";
+    match row.get(column) {
+        // The eager arm has no graphs, and a CPU's are lists on the host.
+        Some("") if row.cell("arm") == "eager" || row.cell("device") == "cpu" => Ok(0.0),
+        Some("") => Err(row.wrong(
+            column,
+            &match row.cell("memory_source") {
+                "" => "empty: it was not measured".to_owned(),
+                source => format!("empty: it was not measured ({source})"),
+            },
+        )),
+        Some(cell) => match cell.parse::<f64>() {
+            Ok(mib) if mib.is_finite() && mib >= 0.0 => Ok(mib),
+            _ => Err(row.wrong(column, &format!("{cell:?} is not a finite number from 0 on"))),
+        },
+        None => Err(row.wrong(column, "the file has no such column")),
     }
 }
 

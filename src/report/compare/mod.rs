@@ -5,6 +5,7 @@
 pub mod judge;
 pub mod keys;
 mod metric;
+mod near;
 pub mod pair;
 pub mod print;
 pub mod read;
@@ -16,9 +17,10 @@ pub use metric::Metric;
 pub use read::Source;
 
 use crate::report::SCHEMA_VERSION;
-use keys::{Key, WORTH_A_WARNING};
+use keys::WORTH_A_WARNING;
 use pair::{Pair, Runs};
 use serde::Serialize;
+use std::collections::HashSet;
 
 /// Exit codes that `compare` alone has (DESIGN 6).
 pub const EXIT_REGRESSION: u8 = 10;
@@ -142,7 +144,8 @@ pub fn compare(base: &[Source], new: &[Source], options: &Options) -> Report {
     let mut records = |side: &[Source]| {
         let mut all = Vec::new();
         for source in side {
-            match read::read(source) {
+            let read = read::read(source).and_then(|all| all.iter().try_for_each(read::typed).map(|()| all));
+            match read {
                 Ok(records) => all.extend(records),
                 Err(reason) => report.reasons.push(reason),
             }
@@ -161,17 +164,23 @@ pub fn compare(base: &[Source], new: &[Source], options: &Options) -> Report {
 /// Judges every pair; appends rows, and what is wrong.
 fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
     let telling = pair::telling(pairs);
+    let mut warned: HashSet<String> = report.warnings.iter().cloned().collect();
+    let mut reasoned: HashSet<String> = report.reasons.iter().cloned().collect();
     for pair in pairs {
         let label = pair.key.label(&telling);
         let unlike = alike(pair, options, report);
-        warn(pair, &label, report);
+        for warning in warnings(pair, &label) {
+            if warned.insert(warning.clone()) {
+                report.warnings.push(warning);
+            }
+        }
         for metric in metric::of_gates(&options.gates).into_iter().filter(|m| m.applies(&pair.key)) {
             let row = row(pair, &label, metric, &unlike, options);
             match row {
                 Ok(row) => report.rows.push(row),
                 Err(reasons) => {
                     for reason in &reasons {
-                        if !report.reasons.contains(reason) {
+                        if reasoned.insert(reason.clone()) {
                             report.reasons.push(reason.clone());
                         }
                     }
@@ -226,13 +235,11 @@ fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
 /// Share of long steps above which a run counts as disturbed: the column's own meaning.
 const DISTURBED: f64 = 0.05;
 
-fn warn(pair: &Pair, label: &str, report: &mut Report) {
+/// What may explain a change, or weakens it.
+fn warnings(pair: &Pair, label: &str) -> Vec<String> {
     let (base, new) = (pair.base.records(), pair.new.records());
-    let mut add = |text: String| {
-        if !report.warnings.contains(&text) {
-            report.warnings.push(text);
-        }
-    };
+    let mut warnings = Vec::new();
+    let mut add = |text: String| warnings.push(text);
     for column in WORTH_A_WARNING {
         if let Some(u) = keys::unlike(&base, &new, column) {
             add(format!("{column} differs: {} in base, {} in new", u.base, u.new));
@@ -266,6 +273,7 @@ fn warn(pair: &Pair, label: &str, report: &mut Report) {
             ));
         }
     }
+    warnings
 }
 
 /// A row with figures, or why there are none.
@@ -359,18 +367,4 @@ fn conclude(report: &mut Report) {
         (Verdict::WithinThreshold, 0)
     };
     (report.verdict, report.exit_code) = (verdict, code);
-}
-
-/// What the other side has in place of a configuration that it lacks.
-fn nearest<'a>(key: &Key, others: impl Iterator<Item = &'a Key>) -> String {
-    /// More differences than this make another configuration, not a near miss.
-    const NEAR: usize = 4;
-    let near = others.map(|o| key.differences(o)).filter(|d| !d.is_empty()).min_by_key(Vec::len);
-    match near.filter(|d| d.len() <= NEAR) {
-        Some(differences) => {
-            let each = differences.iter().map(|(name, a, b)| format!("{name} ({a:?} here, {b:?} there)"));
-            format!("the nearest row there differs in {}", each.collect::<Vec<_>>().join(", "))
-        }
-        None => "no row there is like it".into(),
-    }
 }

@@ -1,9 +1,11 @@
 //! Pairs rows by configuration key, and gathers the runs of each side.
 
 use super::keys::{KEY, Key, WORKLOAD};
+use super::near::Side;
 use super::read::Record;
-use super::{Missing, Options, Report, nearest, workload};
-use std::collections::HashMap;
+use super::{Missing, Options, Report, workload};
+use rayon::prelude::*;
+use std::collections::{HashMap, HashSet};
 
 /// Rows of one configuration on one side.
 #[derive(Debug, Default)]
@@ -49,49 +51,53 @@ pub fn pair<'a>(
     options: &Options,
     report: &mut Report,
 ) -> Vec<Pair<'a>> {
-    let mut commands = HashMap::new();
-    let base = side(base, "base", options, &mut commands, report);
-    let mut new = side(new, "new", options, &mut commands, report);
+    // Parsing a command line takes a millisecond: each once, and on all cores.
+    let lines: HashSet<&str> = base.iter().chain(new).map(|r| r.cell("command")).collect();
+    let commands: Commands =
+        lines.into_par_iter().map(|command| (command, workload::settings(command))).collect();
+    let base = side(base, "base", options, &commands, report);
+    let new = side(new, "new", options, &commands, report);
     if commands.iter().any(|(command, read)| !command.is_empty() && read.is_none()) {
         let text = "commands that are not of this mbperf: settings without a column were not compared";
         report.warnings.push(text.into());
     }
+    let index: HashMap<Key, usize> = new.iter().enumerate().map(|(at, (k, _))| (k.clone(), at)).collect();
     let same_run = |(key, runs): &(Key, Runs)| {
-        let others = new.iter().find(|(k, _)| k == key).map(|(_, r)| r);
-        others.is_some_and(|o| o.runs.iter().any(|(id, _)| runs.runs.iter().any(|(i, _)| i == id)))
+        let ids: HashSet<&str> = runs.runs.iter().map(|(id, _)| *id).collect();
+        index.get(key).is_some_and(|at| new[*at].1.runs.iter().any(|(id, _)| ids.contains(id)))
     };
     if base.iter().any(same_run) {
         report.warnings.push("runs are on both sides: they are compared with themselves".into());
     }
     let mut pairs = Vec::new();
     let base_keys: Vec<Key> = base.iter().map(|(k, _)| k.clone()).collect();
-    let new_keys: Vec<Key> = new.iter().map(|(k, _)| k.clone()).collect();
+    let (new_keys, new): (Vec<Key>, Vec<Runs>) = new.into_iter().unzip();
+    let sides = [Side::new(&base_keys), Side::new(&new_keys)];
+    let mut new: Vec<Option<Runs>> = new.into_iter().map(Some).collect();
     for (key, base) in base {
-        let at = new.iter().position(|(k, _)| *k == key);
-        let new = at.map(|at| new.swap_remove(at).1).unwrap_or_default();
-        lacking(&key, &base, &new, [&base_keys, &new_keys], report);
+        let new = index.get(&key).and_then(|at| new[*at].take()).unwrap_or_default();
+        lacking(&key, &base, &new, &sides, report);
         if !base.is_empty() && !new.is_empty() {
             pairs.push(Pair { key, base, new });
         }
     }
-    // In the order of the file again: pairs were taken out of it.
-    new.sort_by_key(|(k, _)| new_keys.iter().position(|n| n == k));
-    for (key, runs) in &new {
-        lacking(key, &Runs::default(), runs, [&base_keys, &new_keys], report);
+    for (key, runs) in new_keys.iter().zip(&new) {
+        if let Some(runs) = runs {
+            lacking(key, &Runs::default(), runs, &sides, report);
+        }
     }
     pairs
 }
 
 /// Says which side has no figure of a configuration, and why.
-fn lacking(key: &Key, base: &Runs, new: &Runs, keys: [&[Key]; 2], report: &mut Report) {
-    let sides = [("base", base, new, keys[0]), ("new", new, base, keys[1])];
-    for (side, runs, other, keys) in sides {
+fn lacking(key: &Key, base: &Runs, new: &Runs, [base_keys, new_keys]: &[Side; 2], report: &mut Report) {
+    for (side, runs, other, keys) in [("base", base, new, base_keys), ("new", new, base, new_keys)] {
         if !runs.is_empty() {
             continue;
         }
         let reason = match runs.failed.first() {
             Some(row) => format!("{}: {} ({})", row.cell("status"), row.cell("status_reason"), row.place()),
-            None => nearest(key, keys.iter()),
+            None => keys.nearest(key),
         };
         let excusable = side == "base" || runs.failed.is_empty() || other.is_empty();
         report.missing.push(Missing { side, label: key.label(&[]), reason, excusable });
@@ -104,16 +110,17 @@ fn side<'a>(
     records: &'a [Record],
     name: &str,
     options: &Options,
-    commands: &mut Commands<'a>,
+    commands: &Commands<'a>,
     report: &mut Report,
 ) -> Vec<(Key, Runs<'a>)> {
     let mut groups: Vec<(Key, Runs)> = Vec::new();
     let mut index: HashMap<Key, usize> = HashMap::new();
+    // Of a group's runs, by id.
+    let mut places: HashMap<(usize, &str), usize> = HashMap::new();
     for record in records {
-        let command = record.cell("command");
-        let settings = commands.entry(command).or_insert_with(|| workload::settings(command)).clone();
+        let settings = commands.get(record.cell("command")).and_then(Option::as_deref);
         let cell = |column: &str| match column {
-            WORKLOAD => settings.clone().unwrap_or_default(),
+            WORKLOAD => settings.unwrap_or_default().to_owned(),
             _ => record.cell(column).to_owned(),
         };
         let key = Key::new(cell, &options.allow_unlike);
@@ -127,10 +134,12 @@ fn side<'a>(
             continue;
         }
         let id = record.cell("run_id");
-        let Some((_, rows)) = runs.runs.iter_mut().find(|(i, _)| *i == id) else {
+        let place = *places.entry((at, id)).or_insert(runs.runs.len());
+        if place == runs.runs.len() {
             runs.runs.push((id, vec![record]));
             continue;
-        };
+        }
+        let rows = &mut runs.runs[place].1;
         match rows.iter().find(|r| r.cell(REPEAT) == record.cell(REPEAT)) {
             None => rows.push(record),
             Some(first) if first.same_cells(record) => {

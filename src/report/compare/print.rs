@@ -4,6 +4,10 @@ use super::{Report, Row, Verdict};
 use crate::report::columns::number;
 use std::fmt::Write;
 
+/// What the reports in files begin with: a file that begins otherwise is none.
+pub const JSON_START: &str = "{\n  \"verdict\": ";
+pub const MARKDOWN_START: &str = "### mbperf compare: ";
+
 /// The report as JSON, with a line end.
 ///
 /// # Errors
@@ -149,7 +153,7 @@ pub fn markdown(report: &Report) -> String {
         }
         out
     };
-    let mut text = format!("### mbperf compare: {}\n", escape(&headline(report)));
+    let mut text = format!("{MARKDOWN_START}{}\n", escape(&headline(report)));
     if !report.rows.is_empty() {
         let _ = writeln!(text, "\n| {} |\n|{}", HEADER.join(" | "), " --- |".repeat(HEADER.len()));
         for row in &report.rows {

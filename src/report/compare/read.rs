@@ -1,7 +1,7 @@
 //! Result files as records by column name. Strict: whole records of a known header, or a reason why not. Either
 //! dialect; a record holds plain cells, as [`crate::report::Value::cell`] gives them.
 
-use crate::report::columns::{COLUMNS, Kind};
+use crate::report::columns::{COLUMNS, Kind, SCHEMA_VERSION, Value};
 use crate::report::dialect::Dialect;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -141,6 +141,37 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
         records.push(record);
     }
     Ok(records)
+}
+
+/// Words of text columns that hold no others; any of them may be empty.
+const WORDS: [(&str, &[&str]); 3] = [
+    ("verdict", &["faster", "slower", "equivalent", "undecided"]),
+    ("aa", &["a", "b"]),
+    ("stopped_by", &["precision", "max_time", "max_steps"]),
+];
+
+/// Cells must be what their columns hold, whether they are used or not: garbage in one says that the row is not what
+/// was measured. Of another version's rows nothing is known.
+///
+/// # Errors
+/// The row, the column and what stands there.
+pub fn typed(record: &Record) -> Result<(), String> {
+    if record.cell("schema_version") != SCHEMA_VERSION.to_string() {
+        return Ok(());
+    }
+    for column in COLUMNS {
+        let cell = record.cell(column.name);
+        if Value::parse(cell, column.kind).is_none() {
+            return Err(record.wrong(column.name, &format!("{cell:?} is no {}", column.kind.name())));
+        }
+    }
+    for (column, words) in WORDS {
+        let cell = record.cell(column);
+        if !cell.is_empty() && !words.contains(&cell) {
+            return Err(record.wrong(column, &format!("{cell:?} is none of {}", words.join(", "))));
+        }
+    }
+    Ok(())
 }
 
 /// Cells that say what a row is.

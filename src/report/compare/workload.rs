@@ -102,7 +102,13 @@ mod tests {
     fn outputs_and_budgets_are_no_workload_and_sizes_are() {
         let plain = settings(RUN).unwrap();
         assert_eq!(plain, "");
-        for same in ["-o x.csv --max_time 5 -q", "--moe_routing recipe", "-tp 1", "--margin 0.02", "model.cuda_graph_scope=[]"] {
+        for same in [
+            "-o x.csv --max_time 5 -q",
+            "--moe_routing recipe",
+            "-tp 1",
+            "--margin 0.02",
+            "model.cuda_graph_scope=[]",
+        ] {
             assert_eq!(settings(&format!("{RUN} {same}")).unwrap(), plain, "{same}");
         }
         for other in

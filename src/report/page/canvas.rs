@@ -275,19 +275,33 @@ pub struct Scale {
     log: bool,
 }
 
+/// Ends of what a scale spans: nothing that is measured lies outside, and arithmetic on a scale neither overflows nor
+/// vanishes inside.
+const LEAST: f64 = 1e-12;
+const MOST: f64 = 1e100;
+/// A range that is a smaller part of its values than this has fewer doubles in it than ticks.
+const LEAST_PART: f64 = 1e-12;
+
+/// A value that a scale can begin or end with.
+fn drawable(x: f64) -> f64 {
+    if x.is_nan() { 0.0 } else { x.clamp(-MOST, MOST) }
+}
+
 impl Scale {
-    /// `pixels` may run backwards; an empty range is widened.
+    /// `pixels` may run backwards; an empty range is widened, and so is one that is too narrow to be told apart.
     pub fn new(low: f64, high: f64, pixels: (f64, f64)) -> Self {
+        let (low, high) = (drawable(low), drawable(high));
         let pad = match low {
-            _ if high > low => 0.0,
-            0.0 => 1.0,
+            _ if high - low > (low.abs().max(high.abs()) * LEAST_PART).max(LEAST) => 0.0,
+            _ if low.abs() < LEAST => 1.0,
             _ => low.abs() * 0.05,
         };
-        Scale { low: low - pad, high: high + pad, pixels, log: false }
+        Scale { low: low - pad, high: high.max(low) + pad, pixels, log: false }
     }
 
     /// Over powers of ten; the range must be above 0.
     pub fn log(low: f64, high: f64, pixels: (f64, f64)) -> Self {
+        let (low, high) = (drawable(low).max(LEAST), drawable(high));
         Scale { low, high: high.max(low * 1.1), pixels, log: true }
     }
 
@@ -359,6 +373,34 @@ mod tests {
                 let mut labels: Vec<&String> = ticks.iter().map(|(_, l)| l).collect();
                 labels.dedup();
                 assert_eq!(labels.len(), ticks.len(), "{ticks:?}");
+            }
+        }
+        // Whatever a file holds: finite ticks with labels, and every value somewhere on the axis.
+        let odd = [
+            5e-324,
+            -5e-324,
+            f64::MIN_POSITIVE,
+            1e-300,
+            1e300,
+            f64::MAX,
+            f64::MIN,
+            1e9,
+            1e9 + 1e-7,
+            0.0,
+            f64::NAN,
+        ];
+        for (low, high) in odd.iter().flat_map(|low| odd.map(|high| (*low, high))) {
+            for scale in [Scale::new(low, high, (0.0, 100.0)), Scale::log(low, high, (0.0, 100.0))] {
+                let ticks = scale.ticks(5);
+                assert!(
+                    ticks.len() <= 7 && ticks.iter().all(|(v, _)| v.is_finite()),
+                    "{low} {high}: {ticks:?}"
+                );
+                let on = |x: f64| (0.0..=100.0).contains(&scale.at(x));
+                assert!(
+                    ticks.iter().all(|(v, _)| on(*v)) && on(5e-324) && on(f64::MAX),
+                    "{low} {high}: {ticks:?}"
+                );
             }
         }
         assert!(Scale::log(0.3, 4000.0, (0.0, 1.0)).ticks(4).len() >= 2);

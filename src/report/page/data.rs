@@ -3,7 +3,7 @@
 
 use super::beside::{self, Block, PartTime, Step, StepsFile};
 use crate::report::compare::keys::{Key, WORKLOAD};
-use crate::report::compare::read::{self, Record};
+use crate::report::compare::read::{self, Record, typed};
 use crate::report::compare::{Source, workload};
 use crate::report::xlsx::Book;
 use crate::report::{COLUMNS, SCHEMA_VERSION, Value};
@@ -294,13 +294,7 @@ fn check(row: &Record) -> Result<(), String> {
             format!("version {}; this mbperf reads version {SCHEMA_VERSION}", row.cell("schema_version"));
         return Err(row.wrong("schema_version", &what));
     }
-    for column in COLUMNS {
-        let cell = row.cell(column.name);
-        if Value::parse(cell, column.kind).is_none() {
-            return Err(row.wrong(column.name, &format!("{cell:?} is no {}", column.kind.name())));
-        }
-    }
-    Ok(())
+    typed(row)
 }
 
 /// The result file that a file beside it belongs to.

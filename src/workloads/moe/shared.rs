@@ -100,7 +100,7 @@ impl Stack<'_> {
             TokenGateBwd { tokens: t, hidden: h },
             &[y, weight.value, out, gate, dout, dy, dx, dy_sum, partial],
         );
-        self.column_sum(rows, h, 0, h, partial, weight.grad);
+        self.column_sum(rows, partial, &[(h, weight.grad)]);
         Ok((dx, dy_sum))
     }
 }
