@@ -54,7 +54,7 @@ fn no_file_is_written_twice_or_in_place_of_another_kind() {
             assert_eq!(contents(dir.path()), before, "{more}{also}");
         }
     }
-    let scopeless = "-m llama -mr llama3_8b -g h100 --device cpu -sl 16 --num_layers 1 -q --sweep";
+    let scopeless = "-m llama -mr llama3_8b -g h100 --device cpu -sl 32 --num_layers 2 -q --sweep";
     fails(dir.path(), &format!("{scopeless} -o f.csv --xlsx f.csv"), 2);
     assert_eq!(contents(dir.path()), before);
     // Of its own kind it is replaced, and a device may be named as often as one likes.

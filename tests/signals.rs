@@ -65,8 +65,15 @@ fn what_does_not_come_back_is_left_within_seconds() {
     let dir = tempdir().unwrap();
     for phase in ["capture", "steady"] {
         let hung = command(dir.path(), &format!("{RUN} -ms 30 -o rows.csv --inject {phase}:hang"));
-        let stage = if phase == "capture" { "compar" } else { "timing" };
-        let (code, said, took) = once(hung, "-TERM", |said| said.contains(stage) || said.contains("captur"));
+        let stage = if phase == "capture" { "equality check: graph arm" } else { "timing" };
+        let (code, said, took) = once(hung, "-TERM", |said| {
+            let begun = said.contains(stage);
+            if begun {
+                // Until it hangs: it says nothing then.
+                std::thread::sleep(Duration::from_secs(3));
+            }
+            begun
+        });
         assert_eq!(code, Some(130), "{said}");
         assert!(took < SECONDS, "{took:?}");
         assert!(said.contains("interrupt noted") && said.contains("finished rows stay"), "{said}");
@@ -77,13 +84,11 @@ fn what_does_not_come_back_is_left_within_seconds() {
 #[test]
 fn planning_ends_at_once() {
     let dir = tempdir().unwrap();
-    let line =
-        "-m qwen -mr qwen3_30b_a3b -g h100 --device cpu --full_size --num_layers 2048 -o rows.csv notice.x=1";
-    let line = line.replace(" notice.x=1", "");
-    let mut planning = command(dir.path(), &line);
+    let line = "-m qwen -mr qwen3_30b_a3b -g h100 --device cpu --num_layers 2048 -o rows.csv";
+    let mut planning = command(dir.path(), line);
     planning.stderr(Stdio::piped());
     let mut child = planning.spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(500));
+    std::thread::sleep(Duration::from_secs(1));
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
     let begun = Instant::now();
     assert_eq!(child.wait().unwrap().code(), Some(130));

@@ -430,7 +430,7 @@ pub struct Mbperf {
     pub equality_steps: Option<i64>,
     /// Provoke a fault, at the Nth time that a phase does something: to try what a CI job makes of it (docs/ci.md). An
     /// unknown name lists the phases and kinds
-    #[arg(long, value_name = "PHASE:KIND[:N]")]
+    #[arg(long, value_name = "PHASE:KIND[:N]", hide = true)]
     pub inject: Vec<String>,
     /// Folder of compiled kernels
     #[arg(long, value_name = "DIR")]
