@@ -57,7 +57,7 @@ fn repetitions_are_runs_of_their_own_with_host_model_and_extrapolation() {
 
 #[test]
 fn a_hang_ends_the_run_in_time_and_leaves_whole_files() {
-    for (phase, named) in [("equality", "equality"), ("instantiate", "capture"), ("steady", "steady")] {
+    for (phase, named) in [("equality", "equality"), ("instantiate", "instantiate"), ("steady", "steady")] {
         let folder = tempfile::tempdir().unwrap();
         let start = std::time::Instant::now();
         let out = mbperf(folder.path(), &format!("--inject {phase}:hang --watchdog 1"));

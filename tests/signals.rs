@@ -38,3 +38,74 @@ fn signals_leave_whole_files() {
     assert_eq!(records(&fs::read(dir.path().join("rows.csv")).unwrap()).len(), 3);
     records(&fs::read(dir.path().join("rows.steps.csv")).unwrap());
 }
+
+/// Sends the signal once `ready` says so; returns the exit code, what was said, and how long the end took.
+fn once(mut command: Command, signal: &str, ready: impl Fn(&str) -> bool) -> (Option<i32>, String, Duration) {
+    use std::io::{BufRead, BufReader, Read};
+    let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    while !ready(&said) {
+        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "{said}");
+    }
+    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+    let begun = Instant::now();
+    let code = child.wait().unwrap().code();
+    let took = begun.elapsed();
+    stderr.read_to_string(&mut said).unwrap();
+    (code, said, took)
+}
+
+/// Of a signal that nobody repeats, as a scheduler's.
+const SECONDS: Duration = Duration::from_secs(30);
+
+#[test]
+fn what_does_not_come_back_is_left_within_seconds() {
+    let dir = tempdir().unwrap();
+    for phase in ["capture", "steady"] {
+        let hung = command(dir.path(), &format!("{RUN} -ms 30 -o rows.csv --inject {phase}:hang"));
+        let stage = if phase == "capture" { "equality check: graph arm" } else { "timing" };
+        let (code, said, took) = once(hung, "-TERM", |said| {
+            let begun = said.contains(stage);
+            if begun {
+                // Until it hangs: it says nothing then.
+                std::thread::sleep(Duration::from_secs(3));
+            }
+            begun
+        });
+        assert_eq!(code, Some(130), "{said}");
+        assert!(took < SECONDS, "{took:?}");
+        assert!(said.contains("interrupt noted") && said.contains("finished rows stay"), "{said}");
+        assert!(!names(dir.path()).contains(&"rows.csv".to_owned()), "a file without rows");
+    }
+}
+
+#[test]
+fn planning_ends_at_once() {
+    let dir = tempdir().unwrap();
+    let line = "-m qwen -mr qwen3_30b_a3b -g h100 --device cpu --num_layers 2048 -o rows.csv";
+    let mut planning = command(dir.path(), line);
+    planning.stderr(Stdio::piped());
+    let mut child = planning.spawn().unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let begun = Instant::now();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    assert!(names(dir.path()).is_empty(), "{:?}", names(dir.path()));
+}
+
+#[test]
+fn a_locked_file_is_told_and_can_be_left() {
+    let dir = tempdir().unwrap();
+    assert_eq!(run(dir.path(), &format!("{RUN} -ms 5 -q -o o.csv")).status.code(), Some(0));
+    let before = fs::read(dir.path().join("o.csv")).unwrap();
+    let held = fs::File::open(dir.path().join("o.csv")).unwrap();
+    held.lock().unwrap();
+    let waiting = command(dir.path(), &format!("{RUN} -ms 5 -q -o o.csv"));
+    let (code, said, took) = once(waiting, "-TERM", |said| said.contains("locked by another process"));
+    assert_eq!(code, Some(130), "{said}");
+    assert!(took < SECONDS, "{took:?}");
+    assert_eq!(fs::read(dir.path().join("o.csv")).unwrap(), before);
+}

@@ -402,7 +402,7 @@ pub struct Mbperf {
     /// Measure so many times in one process; each has its own rows and run_id
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// End the run when a device call takes longer; 0 = never
+    /// End the run (exit 1, rows status=failed, the phase named) when a device call takes longer; 0 = never
     #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite,
           default_value_t = defaults::WATCHDOG_S)]
     pub watchdog: f64,
@@ -428,8 +428,9 @@ pub struct Mbperf {
     /// steps are long]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub equality_steps: Option<i64>,
-    /// Provoke a fault, e.g. capture:driver; for tests
-    #[arg(long, value_name = "PHASE:KIND", hide = true)]
+    /// Provoke a fault, at the Nth time that a phase does something: to try what a CI job makes of it (docs/ci.md). An
+    /// unknown name lists the phases and kinds
+    #[arg(long, value_name = "PHASE:KIND[:N]", hide = true)]
     pub inject: Vec<String>,
     /// Folder of compiled kernels
     #[arg(long, value_name = "DIR")]
