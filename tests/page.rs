@@ -375,7 +375,7 @@ fn no_number_is_too_odd_to_be_drawn() {
         }
         results.save(dir.path(), "x.csv");
         let run_id = &results.rows[0][results.at("run_id")];
-        let steps = steps_file(run_id, 12).replace(",5,", &format!(",{},", plain(x)));
+        let steps = steps_file(run_id, 12).replace(",4,5,,", &format!(",4,{},,", plain(x)));
         fs::write(dir.path().join("x.steps.csv"), steps).unwrap();
         let names: Vec<&str> = mbperf::report::blocks::COLUMNS.iter().map(|(name, _)| *name).collect();
         let mut blocks = names.join(",") + "\r\n";

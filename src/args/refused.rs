@@ -128,7 +128,7 @@ pub const REFUSED: &[Refused] = &[
     },
     Refused {
         group: "Performance arguments",
-        reason: "--profile records one step of each arm after timing: there is no window",
+        reason: "a window of steps is not built yet: --profile records one step of each arm, after timing",
         options: &[("", "--profiling_start_step"), ("", "--profiling_stop_step"), ("", "--profiling_ranks")],
     },
     Refused {

@@ -207,7 +207,7 @@ fn words_that_nobody_can_ask_for_and_keys_stated_twice_are_refused() {
     let with = |from: &str, to: &str| file(&fine.replace(from, to), "");
     let set = |set: &str| file(&format!("{fine}, \"set\": {{ {set} }}"), "");
     for (text, place, what) in [
-        (with("h100", "x100"), "recipes[0].gpu", "did you mean h100?"),
+        (with("h100", "x100"), "recipes[0].gpu", "`x100` is none of h100"),
         (with("bf16", "fp64"), "recipes[0].dtype", "`fp64` is none of bf16"),
         (with(r#""variant": "x""#, r#""task": "train""#), "recipes[0].task", "pretrain"),
         (with(r#""x""#, r#""X""#), "recipes[0].variant", "lower case"),

@@ -7,14 +7,14 @@ constexpr int FWD_ROWS = FWD_WARPS * FWD_M * 16;
 
 // Grid: q tiles * batch * q_heads, the heaviest (last) q tile first. Shared: q tile, then two stages of k
 // and v tiles.
-#if SINKS
+#if !SINKS
 extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) attention_fwd(
-    const bf16* q, const bf16* k, const bf16* v, const bf16* sinks, const unsigned* words, bf16* o, float* lse,
+    const bf16* q, const bf16* k, const bf16* v, const unsigned* words, bf16* o, float* lse,
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale)
 #else
 extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) attention_fwd(
-    const bf16* q, const bf16* k, const bf16* v, const unsigned* words, bf16* o, float* lse,
+    const bf16* q, const bf16* k, const bf16* v, const bf16* sinks, const unsigned* words, bf16* o, float* lse,
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale)
 #endif

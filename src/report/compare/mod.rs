@@ -144,7 +144,9 @@ pub fn compare(base: &[Source], new: &[Source], options: &Options) -> Report {
     let mut records = |side: &[Source]| {
         let mut all = Vec::new();
         for source in side {
-            let read = read::read(source).and_then(|all| all.iter().try_for_each(read::typed).map(|()| all));
+            let read = read::read(source).and_then(|all| {
+                all.iter().try_for_each(|r| read::typed(r).and_then(|()| read::worded(r))).map(|()| all)
+            });
             match read {
                 Ok(records) => all.extend(records),
                 Err(reason) => report.reasons.push(reason),
