@@ -156,7 +156,7 @@ fn thousands_of_configurations_take_seconds() {
         println!("{missing} missing: {took:.2} s");
         assert_eq!((report.missing.len(), report.rows.len()), (missing, if missing == 0 { 3000 } else { 0 }));
         assert!(report.missing.iter().all(|m| m.reason.contains("differs in seq_length")));
-        assert!(took < 15.0, "{took}");
+        assert!(took < 40.0, "{took}");
     }
 }
 

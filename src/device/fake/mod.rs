@@ -324,9 +324,9 @@ impl Executor for FakeExecutor {
 
     fn profile(&mut self, arm: Arm) -> Result<Recorded, String> {
         self.log(Call::Profile(arm));
-        self.script.profile.as_ref().map_or_else(
-            || Err("the fake device has no profiler".into()),
-            |profile| profile(arm),
-        )
+        self.script
+            .profile
+            .as_ref()
+            .map_or_else(|| Err("the fake device has no profiler".into()), |profile| profile(arm))
     }
 }
