@@ -59,13 +59,14 @@ sanitizer_check() { # TOOL NAME: our own kernels; cuDNN's have checks of their o
     timeout 100 compute-sanitizer --tool "$1" --log-file "$log" "$mbperf" selftest --small --only "$2" --except cudnn >"$log.out" 2>&1
     code=$?
     echo "$1 selftest --small --only '$2' --except cudnn: exit $code, $(tail -1 "$log.out"), $(grep -h SUMMARY "$log" | sed 's/=* *//')"
+    grep -qE 'SUMMARY: 0 (errors|hazards)' "$log" || cut -c1-200 "$log" >"$out/sanitizer_${1}_${2//[^a-z_]/_}.txt"
     rm -f "$log" "$log.out"
 }
 sanitizer_part() {
     local op
     export -f sanitizer_check
-    export mbperf
-    for op in attention_fwd attention_bwd grouped_gemm per_expert separate_gemms moe_sort combine_rows gather_rows router rmsnorm qkv_rope swiglu squared_relu cross_entropy embedding adam grad_norm column_sum copy stand_in mla_rope columns token_gate output_gate norm_gate gated_norm mamba_conv ssd delta_net expert_bias bias_add bias_grad bias_prob_grad clamped_glu; do
+    export mbperf out
+    for op in attention_fwd attention_bwd grouped_gemm per_expert separate_gemms moe_sort combine_rows gather_rows router_fwd router_bwd rmsnorm qkv_rope swiglu squared_relu cross_entropy embedding adam grad_norm column_sum copy stand_in mla_rope columns token_gate output_gate norm_gate gated_norm mamba_conv ssd delta_net expert_bias bias_add bias_grad bias_prob_grad clamped_glu; do
         printf 'memcheck\n%s\nracecheck\n%s\n' $op $op
     done >"$out/last.list"
     printf 'memcheck\narms equal: llama attn,mlp\nmemcheck\narms equal: qwen alltoall\nmemcheck\narms equal: hybrid mamba\n' >>"$out/last.list"

@@ -9,6 +9,7 @@ use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::rope::Positions;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Batch, query heads, key heads, tokens, head width: whole tiles, tails, one group, all heads their own.
 const SHAPES: [(usize, usize, usize, usize, usize); 10] = [
@@ -54,7 +55,8 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
     let backward = shapes.iter().map(|s| Arc::new(AttnBwd { shape: s.clone() }) as Arc<dyn Op>);
     for (name, ops) in names.into_iter().zip([forward.collect(), backward.collect::<Vec<_>>()]) {
         if log.wants(name) {
-            family(log, name, ops, &cudnn);
+            let since = Instant::now();
+            log.took(family(name, &ops, &cudnn), since.elapsed());
         }
     }
     if log.wants(large_fwd) {

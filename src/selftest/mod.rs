@@ -18,7 +18,9 @@ use crate::ops::Op;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 /// Counts and prints.
 pub struct Log<'a> {
@@ -36,6 +38,13 @@ impl Log<'_> {
     pub fn wants(&self, name: &str) -> bool {
         self.only.as_ref().is_none_or(|o| name.contains(o.as_str()))
             && self.except.as_ref().is_none_or(|e| !name.contains(e.as_str()))
+    }
+    /// The lines of a check that took so long.
+    fn took(&mut self, lines: Vec<Line>, took: Duration) {
+        for (name, result) in lines {
+            self.since = Instant::now().checked_sub(took).unwrap_or(self.since);
+            self.record(&name, result);
+        }
     }
     pub fn record(&mut self, name: &str, result: Result<String, String>) {
         let (word, text) = match &result {
@@ -79,26 +88,53 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
     failed == 0 && passed > 0
 }
 
-/// Every op at odd shapes; one line an op family and output, the worst case named.
+/// Families that are checked at a time: a reference in f64 mostly takes one processor, the GPU next to nothing.
+const FAMILIES_AT_A_TIME: usize = 6;
+
+/// One check: its name, and what was found or is wrong.
+type Line = (String, Result<String, String>);
+
+/// Every op at odd shapes; one line an op family, the worst case of each output named. Lines come in the order of names.
 fn odd_sizes(log: &mut Log, cases: Vec<Arc<dyn Op>>, options: &CudaOptions) {
     let mut by_name: BTreeMap<&'static str, Vec<Arc<dyn Op>>> = BTreeMap::new();
     for op in cases {
         by_name.entry(op.name()).or_default().push(op);
     }
-    for (name, list) in by_name {
-        if log.wants(name) {
-            family(log, name, list, options);
+    let families: Vec<_> = by_name.into_iter().filter(|(name, _)| log.wants(name)).collect();
+    let (next, (sender, lines)) = (AtomicUsize::new(0), channel());
+    let most = std::thread::available_parallelism().map_or(1, usize::from).min(FAMILIES_AT_A_TIME);
+    std::thread::scope(|scope| {
+        for _ in 0..most {
+            let (sender, next, families) = (sender.clone(), &next, &families);
+            scope.spawn(move || {
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    let Some((name, list)) = families.get(at) else { return };
+                    let since = Instant::now();
+                    // Fails when nobody reads any more: then the run has ended.
+                    let _ = sender.send((at, family(name, list, options), since.elapsed()));
+                }
+            });
         }
-    }
+        drop(sender);
+        let (mut done, mut told) = (BTreeMap::new(), 0);
+        for (at, lines, took) in lines {
+            done.insert(at, (lines, took));
+            while let Some((lines, took)) = done.remove(&told) {
+                told += 1;
+                log.took(lines, took);
+            }
+        }
+    });
 }
 
 /// Checks `list`, one line for all: the worst case of each output.
-fn family(log: &mut Log, name: &str, list: Vec<Arc<dyn Op>>, options: &CudaOptions) {
+fn family(name: &str, list: &[Arc<dyn Op>], options: &CudaOptions) -> Vec<Line> {
     let count = list.len();
     let mut worst: BTreeMap<&'static str, ops::Checked> = BTreeMap::new();
     let mut bad = Vec::new();
     for op in list {
-        for c in ops::check(op, 7, options) {
+        for c in ops::check(op.clone(), 7, options) {
             if !c.passed() {
                 bad.push(c.clone());
             }
@@ -111,12 +147,14 @@ fn family(log: &mut Log, name: &str, list: Vec<Arc<dyn Op>>, options: &CudaOptio
     let figures: Vec<String> =
         worst.values().map(|c| format!("{} {:.1e} of {:.1e}", c.output, c.error, c.tolerance)).collect();
     if bad.is_empty() {
-        log.record(name, Ok(format!("{count} shapes, largest error {}", figures.join(", "))));
+        let text = format!("{count} shapes, largest error {}", figures.join(", "));
+        return vec![(name.to_owned(), Ok(text))];
     }
-    for c in bad.iter().take(4) {
+    let line = |c: &ops::Checked| {
         let why = c.problem.clone().unwrap_or_else(|| {
             format!("{} is off by {:.2e}, {:.2e} allowed", c.output, c.error, c.tolerance)
         });
-        log.record(name, Err(format!("{} ({} failures in {count} shapes): {why}", c.op, bad.len())));
-    }
+        (name.to_owned(), Err(format!("{} ({} failures in {count} shapes): {why}", c.op, bad.len())))
+    };
+    bad.iter().take(4).map(line).collect()
 }

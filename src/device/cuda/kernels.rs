@@ -143,6 +143,13 @@ impl KernelCache {
                 source.name
             ))
         })?;
+        // One parameter too many asked for is an error to a checker of the driver's calls (`parameter_sizes`).
+        if declared.windows(2).any(|d| d[0].len() != d[1].len()) {
+            return Err(DeviceError::internal(format!(
+                "{} declares `{entry}` with unlike numbers of parameters: each needs a name of its own",
+                source.name
+            )));
+        }
         if !self.wanted.iter().any(|(_, k)| *k == key) {
             self.wanted.push((source, key.clone()));
         }

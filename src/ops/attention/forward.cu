@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale)
 #else
-extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) attention_fwd(
+extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) attention_fwd_sinks(
     const bf16* q, const bf16* k, const bf16* v, const bf16* sinks, const unsigned* words, bf16* o, float* lse,
     int batch, int q_len, int kv_len, int q_heads, int kv_heads, int start0, int len0, int start1,
     float scale, unsigned seed_offset, unsigned draw, unsigned threshold, float keep_scale)

@@ -264,7 +264,9 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
     let shared = tile_bytes(s, rows + 2 * keys, 2 * keys);
-    let kernel = cuda.kernel(FORWARD, "attention_fwd", &tiles.defines(s, [true; 2]), shared as u32)?;
+    // A name each: the parameters of an entry are looked up by it.
+    let entry = if s.sinks { "attention_fwd_sinks" } else { "attention_fwd" };
+    let kernel = cuda.kernel(FORWARD, entry, &tiles.defines(s, [true; 2]), shared as u32)?;
     let mut params: Vec<Param> = [q, k, v].map(Param::Ptr).into();
     params.extend(sinks.map(Param::Ptr));
     params.extend([words, o, lse].map(Param::Ptr));

@@ -206,7 +206,7 @@ __device__ __forceinline__ void forward(const bf16* qkv, const bf16* bias, const
 extern "C" __global__ void __launch_bounds__(128) qkv_rope_fwd(const bf16* qkv, bf16* q, bf16* k, bf16* v,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1)
 #else
-extern "C" __global__ void __launch_bounds__(128) qkv_rope_fwd(const bf16* qkv, const bf16* bias, bf16* q, bf16* k, bf16* v,
+extern "C" __global__ void __launch_bounds__(128) qkv_rope_bias_fwd(const bf16* qkv, const bf16* bias, bf16* q, bf16* k, bf16* v,
     int tokens, int q_heads, int kv_heads, int splits, int seq, int start0, int len0, int start1)
 #endif
 {

@@ -243,7 +243,11 @@ impl Op for QkvRopeFwd {
         }
         let cut = self.cut(self.name())?;
         let splits = self.splits(&cut);
-        let entry = if self.qk_norm.is_some() { "qkv_norm_rope_fwd" } else { "qkv_rope_fwd" };
+        let entry = match (self.qk_norm.is_some(), self.bias) {
+            (true, _) => "qkv_norm_rope_fwd",
+            (false, false) => "qkv_rope_fwd",
+            (false, true) => "qkv_rope_bias_fwd",
+        };
         let kernel = cuda.kernel(SOURCE, entry, &self.defines(&cut), 0)?;
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
         params.extend(self.params(self.name(), splits)?);
