@@ -9,7 +9,6 @@ use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::rope::Positions;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Batch, query heads, key heads, tokens, head width: whole tiles, tails, one group, all heads their own.
 const SHAPES: [(usize, usize, usize, usize, usize); 10] = [
@@ -55,8 +54,7 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
     let backward = shapes.iter().map(|s| Arc::new(AttnBwd { shape: s.clone() }) as Arc<dyn Op>);
     for (name, ops) in names.into_iter().zip([forward.collect(), backward.collect::<Vec<_>>()]) {
         if log.wants(name) {
-            let since = Instant::now();
-            log.took(family(name, &ops, &cudnn), since.elapsed());
+            log.record_all(family(name, &ops, &cudnn));
         }
     }
     if log.wants(large_fwd) {

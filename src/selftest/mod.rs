@@ -18,9 +18,7 @@ use crate::ops::Op;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Counts and prints.
 pub struct Log<'a> {
@@ -39,10 +37,8 @@ impl Log<'_> {
         self.only.as_ref().is_none_or(|o| name.contains(o.as_str()))
             && self.except.as_ref().is_none_or(|e| !name.contains(e.as_str()))
     }
-    /// The lines of a check that took so long.
-    fn took(&mut self, lines: Vec<Line>, took: Duration) {
+    fn record_all(&mut self, lines: Vec<Line>) {
         for (name, result) in lines {
-            self.since = Instant::now().checked_sub(took).unwrap_or(self.since);
             self.record(&name, result);
         }
     }
@@ -88,44 +84,20 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
     failed == 0 && passed > 0
 }
 
-/// Families that are checked at a time: a reference in f64 mostly takes one processor, the GPU next to nothing.
-const FAMILIES_AT_A_TIME: usize = 6;
-
 /// One check: its name, and what was found or is wrong.
 type Line = (String, Result<String, String>);
 
-/// Every op at odd shapes; one line an op family, the worst case of each output named. Lines come in the order of names.
+/// Every op at odd shapes; one line an op family, the worst case of each output named.
 fn odd_sizes(log: &mut Log, cases: Vec<Arc<dyn Op>>, options: &CudaOptions) {
     let mut by_name: BTreeMap<&'static str, Vec<Arc<dyn Op>>> = BTreeMap::new();
     for op in cases {
         by_name.entry(op.name()).or_default().push(op);
     }
-    let families: Vec<_> = by_name.into_iter().filter(|(name, _)| log.wants(name)).collect();
-    let (next, (sender, lines)) = (AtomicUsize::new(0), channel());
-    let most = std::thread::available_parallelism().map_or(1, usize::from).min(FAMILIES_AT_A_TIME);
-    std::thread::scope(|scope| {
-        for _ in 0..most {
-            let (sender, next, families) = (sender.clone(), &next, &families);
-            scope.spawn(move || {
-                loop {
-                    let at = next.fetch_add(1, Ordering::Relaxed);
-                    let Some((name, list)) = families.get(at) else { return };
-                    let since = Instant::now();
-                    // Fails when nobody reads any more: then the run has ended.
-                    let _ = sender.send((at, family(name, list, options), since.elapsed()));
-                }
-            });
+    for (name, list) in by_name {
+        if log.wants(name) {
+            log.record_all(family(name, &list, options));
         }
-        drop(sender);
-        let (mut done, mut told) = (BTreeMap::new(), 0);
-        for (at, lines, took) in lines {
-            done.insert(at, (lines, took));
-            while let Some((lines, took)) = done.remove(&told) {
-                told += 1;
-                log.took(lines, took);
-            }
-        }
-    });
+    }
 }
 
 /// Checks `list`, one line for all: the worst case of each output.

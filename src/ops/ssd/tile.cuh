@@ -48,7 +48,10 @@ __device__ __forceinline__ float block_scan(float x, float* scratch) {
     }
     if (lane == 31) scratch[warp] = x;
     __syncthreads();
-    for (int w = 0; w < warp; ++w) x += scratch[w];
+    // A bound known to the compiler: it loads ahead of `w < warp`, and must not reach into the next scratch (racecheck).
+    #pragma unroll
+    for (int w = 0; w < CHUNK / 32 - 1; ++w)
+        if (w < warp) x += scratch[w];
     return x;
 }
 
