@@ -13,6 +13,39 @@ import torch, torch.nn.functional as F
 # dozen of them; independent errors add up in the norm, so 2^-9 * sqrt(100) bounds what rounding explains.
 GRADIENT_TOLERANCE = 2**-9 * 10
 LOSS_TOLERANCE = 2**-9
+# Deep and recurrent models have more intermediates, and some of their gradients are ill-conditioned. Where a gradient is
+# beyond the bound, the same step is run by PyTorch once more, storing what mbperf stores in bf16 (outputs of products,
+# norms, activations, attention and layers, and their gradients). What that alone changes, twice, since the two round in
+# different places, is explained by rounding too; what is beyond both is not.
+ROUNDINGS = 2
+
+
+class Stored(torch.autograd.Function):
+    """A tensor that was stored in bf16, and its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.bfloat16().float()
+
+
+def gradients_of_storage(cfg, w, step):
+    """Gradients of the step when PyTorch stores in bf16 what mbperf does."""
+    w = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
+    places = [(F, n) for n in ("linear", "rms_norm", "silu", "conv1d", "scaled_dot_product_attention")]
+    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe")]
+    kept = [getattr(*place) for place in places]
+    try:
+        for (owner, name), f in zip(places, kept):
+            setattr(owner, name, lambda *a, f=f, **k: Stored.apply(f(*a, **k)))
+        Step(cfg, w, step).run()
+    finally:
+        for (owner, name), f in zip(places, kept):
+            setattr(owner, name, f)
+    return {k: v.grad for k, v in w.items()}
 
 
 def load(path):
@@ -365,10 +398,19 @@ def check(folder):
         worst.append((error, name))
     worst.sort(reverse=True)
     bad = [x for x in worst if not x[0] <= GRADIENT_TOLERANCE]
-    for error, name in bad or worst[:3]:
-        print(f"  {name}: relative error {error:.2e}{' EXCEEDS' if bad else ''}")
-    print(f"  {len(worst)} gradients, {len(bad)} beyond {GRADIENT_TOLERANCE:.1e}")
-    return ok and not bad
+    storage = gradients_of_storage(cfg, w, step) if bad else {}
+    beyond = []
+    for error, name in bad:
+        mine, rounded = w[name].grad, storage[name]
+        own = (rounded - mine).norm().item() / mine.norm().item() if mine is not None and mine.norm() else 0.0
+        if not error <= ROUNDINGS * own:
+            beyond.append(name)
+        print(f"  {name}: relative error {error:.2e}, of bf16 storage alone {own:.2e}{' EXCEEDS' if name in beyond else ''}")
+    for error, name in [] if bad else worst[:3]:
+        print(f"  {name}: relative error {error:.2e}")
+    text = f", {len(beyond)} of them beyond {ROUNDINGS} times what bf16 storage alone changes" if bad else ""
+    print(f"  {len(worst)} gradients, {len(bad)} beyond {GRADIENT_TOLERANCE:.1e}{text}")
+    return ok and not beyond
 
 
 if __name__ == "__main__":
