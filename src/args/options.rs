@@ -325,8 +325,8 @@ pub struct Mbperf {
     /// Run every legal scope worth trying, narrowest first, and recommend one
     #[arg(long)]
     pub sweep: bool,
-    /// Also record one step of each arm: device time by part and kernel, as a table, <name>.profile.csv and
-    /// <name>.trace.json (for Perfetto)
+    /// Also record one step of each arm: device time by part and kernel, as a table, `<name>.profile.csv` and
+    /// `<name>.trace.json` (for Perfetto)
     #[arg(long)]
     pub profile: bool,
     /// No profiler in this run: others follow it in the process.
