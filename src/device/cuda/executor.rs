@@ -1,4 +1,7 @@
 //! The CUDA executor: both arms on one GPU, issued by the same calls.
+//!
+//! Over 500 lines: the state of a step that is underway (ring, events, results) is private to these calls, which keep
+//! its order together; what has a seam stands in arm, capture, cost, lanes, memory, busy and session.
 
 use super::arm::{self, Arm as Ready, PreparedCache};
 use super::busy;
