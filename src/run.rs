@@ -1,17 +1,10 @@
 //! One run: configuration, program, device, measurement, rows.
-//!
-//! Just over 500 lines: the order of a run is written once, and its parts are small.
 
-use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
-use crate::args::{impl_name, scope_name};
+use crate::args::{Args, Format};
 use crate::capture::{self, RunPlan};
 use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::{GraphImpl, RunConfig};
-use crate::device::cpu::CpuExecutor;
-use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
-use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
-use crate::device::cuda::libraries::{Availability, probe, set_path};
-use crate::device::guard::{Beat, Guarded};
+use crate::device::cuda::executor::CudaOptions;
 use crate::device::inject::{Inject, Kind};
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
@@ -32,15 +25,19 @@ use std::sync::{Arc, Mutex};
 
 mod beside;
 mod dropped;
+mod facts;
 pub(crate) mod files;
 mod in_turn;
 mod interrupt;
+mod open;
 mod profile;
 mod scopes;
 mod threads;
 
 use beside::{extrapolation, side_points, watchdog};
+use facts::{add_device, facts, run_line};
 use interrupt::Interrupt;
+use open::{choose_device, faults, open_device};
 
 /// Runs a command line; returns the exit code.
 ///
@@ -457,72 +454,6 @@ fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
     }
 }
 
-/// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
-fn choose_device(args: &Args) -> anyhow::Result<bool> {
-    if let Some(path) = &args.mbperf.cuda_path {
-        set_path(path);
-    }
-    if args.mbperf.device == DeviceChoice::Cpu {
-        return Ok(false);
-    }
-    let auto = args.mbperf.device == DeviceChoice::Auto;
-    match probe() {
-        Availability::Ready(_) => Ok(true),
-        Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
-            commands::say(&format!(
-                "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
-            ));
-            Ok(false)
-        }
-        Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
-            "{why}; `mbperf doctor` says where it was looked for; --device cpu runs without"
-        ))
-        .into()),
-        Availability::Unusable(why) => Err(DeviceError::Unavailable(why).into()),
-    }
-}
-
-fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
-    let parse = |text: &String| text.parse::<Inject>().map_err(|e| usage(&format!("--inject: {e}")));
-    let all = args.mbperf.inject.iter().map(parse).collect::<anyhow::Result<Vec<_>>>()?;
-    // As with every option, the last one wins; the others are still read.
-    Ok(all.into_iter().last())
-}
-
-fn open_device(
-    plan: &RunPlan,
-    args: &Args,
-    on_gpu: bool,
-    inject: Option<Inject>,
-    beat: Beat,
-) -> Result<Guarded, DeviceError> {
-    let (disturbing, failing) = match inject {
-        Some(fault) if fault.kind.disturbs() => (Some(fault), None),
-        other => (None, other),
-    };
-    Guarded::open(beat, disturbing, || {
-        if !on_gpu {
-            return Ok(Box::new(CpuExecutor::new(plan.clone(), failing, None)?));
-        }
-        let own = &args.mbperf;
-        let options = CudaOptions {
-            cache_dir: own.kernel_cache.clone(),
-            cuda_path: own.cuda_path.clone(),
-            inject: failing,
-            attention: AttentionChoice {
-                backend: match own.attention_backend {
-                    AttentionKernels::Auto => AttentionBackend::Auto,
-                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
-                    AttentionKernels::Own => AttentionBackend::Own,
-                },
-                deterministic: own.attention_deterministic,
-            },
-            ..Default::default()
-        };
-        Ok(Box::new(CudaExecutor::new(plan, options)?))
-    })
-}
-
 /// A run that failed before its first step still leaves its rows.
 fn failed_before_steps(
     facts: &RunFacts,
@@ -535,96 +466,4 @@ fn failed_before_steps(
         writer.rows(&Row::without_outcome(facts, options, "failed", &reason))?;
     }
     Err(error.into())
-}
-
-fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFacts {
-    let cfg = &resolved.config;
-    let (i, p, b) = (&cfg.identity, &cfg.parallel, &cfg.batch);
-    let share = RankShare::of(cfg).ok();
-    let program = &plan.eager.program;
-    let stand_in = program.launches.iter().any(|l| l.op.stand_in());
-    let moe_layers = program.launches.iter().filter(|l| l.op.name() == "moe_sort").count() as u64;
-    let routed = cfg
-        .model
-        .moe
-        .as_ref()
-        .zip(share.as_ref())
-        .map(|(m, s)| (m.router_topk * s.tokens_sequence_parallel) as u64 * moe_layers);
-    let dropless = cfg.model.moe.as_ref().is_some_and(|m| m.capacity_factor.is_none());
-    RunFacts {
-        run_id: run_id::new(),
-        started_at: run_id::utc_now(),
-        host_name: std::fs::read_to_string("/etc/hostname").ok().map(|s| s.trim().to_string()),
-        gpu_target: i.gpu.clone(),
-        model_family: i.family.clone(),
-        model_recipe: i.recipe.clone(),
-        task: i.task.clone(),
-        variant: i.variant.clone(),
-        recipe_dtype: i.recipe_dtype.clone(),
-        compute_dtype: i.compute_dtype.clone(),
-        num_gpus: i.num_gpus,
-        world_size: 1,
-        comm: if stand_in { "stand_in" } else { "none" }.into(),
-        tp: p.tp,
-        pp: p.pp,
-        cp: p.cp,
-        ep: p.ep,
-        pp_rank: p.pp_rank,
-        micro_batch_size: b.micro_batch_size,
-        num_microbatches: b.num_microbatches,
-        num_microbatches_recipe: b.num_microbatches_recipe,
-        seq_length: b.seq_length,
-        num_layers: share.as_ref().map_or(0, |s| s.layers.len()),
-        stack_only: cfg.stack_only,
-        seed: cfg.seed,
-        cuda_graph_impl: impl_name(cfg.graph.implementation).into(),
-        cuda_graph_scope: cfg.graph.scope.iter().map(|s| scope_name(*s).to_string()).collect(),
-        te_rng_tracker: cfg.graph.te_rng_tracker,
-        approximations: cfg.approximations.clone(),
-        tokens_per_step: share.as_ref().map(|s| (s.tokens * b.num_microbatches) as u64),
-        model_flops_per_step: Some(program.model_flops()),
-        tokens_routed: routed,
-        tokens_padded: routed.filter(|_| dropless).map(|_| 0),
-        tokens_dropped: routed.filter(|_| dropless).map(|_| 0),
-        host_model: "bare".into(),
-        captured_fraction: plan.graph.is_some().then(|| scopes::captured(plan).1),
-        mbperf_version: env!("CARGO_PKG_VERSION").into(),
-        git_commit: option_env!("MBPERF_GIT_COMMIT").map(Into::into),
-        git_dirty: option_env!("MBPERF_GIT_DIRTY").and_then(|d| d.parse().ok()),
-        command: command_line(args),
-        ..Default::default()
-    }
-}
-
-/// The command as a shell would take it.
-fn command_line(args: &Args) -> String {
-    let plain =
-        |t: &str| !t.is_empty() && t.chars().all(|c| c.is_ascii_alphanumeric() || "-_=.,/:+@%".contains(c));
-    let quote = |t: &String| if plain(t) { t.clone() } else { format!("'{}'", t.replace('\'', "'\\''")) };
-    std::iter::once("mbperf".to_string()).chain(args.argv.iter().map(quote)).collect::<Vec<_>>().join(" ")
-}
-
-fn add_device(facts: &mut RunFacts, info: &DeviceInfo) {
-    facts.device = info.device.clone();
-    facts.gpu_name = info.gpu_name.clone();
-    facts.gpu_uuid = info.gpu_uuid.clone();
-    facts.gpu_memory_mib = info.total_memory_mib;
-    facts.driver_version = info.driver_version.clone();
-    facts.cuda_version = info.cuda_version.clone();
-    facts.attention_backend = info.attention_backend.clone();
-    facts.gemm_plan_digest = info.gemm_plan_digest.clone();
-}
-
-fn run_line(resolved: &Resolved, info: &DeviceInfo, facts: &RunFacts) -> Value {
-    let environment: serde_json::Map<String, Value> = std::env::vars_os()
-        // What is no text stays readable, and other variables are not looked at.
-        .filter_map(|(k, v)| Some((k.into_string().ok()?, v.to_string_lossy().into_owned())))
-        .filter(|(k, _)| ["CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "MBPERF_"].iter().any(|p| k.starts_with(p)))
-        .map(|(k, v)| (k, Value::String(v)))
-        .collect();
-    json!({
-        "command": facts.command, "started_at": facts.started_at, "host_name": facts.host_name,
-        "recipe": resolved.recipe.function, "config": resolved.config, "device": info,
-        "notices": resolved.notices, "environment": environment,
-    })
 }

@@ -11,6 +11,7 @@ use super::{Catalogue, ISSUES, ModelInfo, Recipe, RecipeError, Values};
 use crate::keys;
 
 mod strict;
+pub(super) mod words;
 
 use strict::Settings;
 
@@ -146,52 +147,6 @@ struct Source {
     own: bool,
 }
 
-/// What `-g`, `-c` and `--task` take, and the dtype that is asked for as a variant (`fp8_ds`): nothing else could ever
-/// be chosen.
-pub(super) const GPUS: [&str; 7] = ["h100", "b200", "b300", "gb200", "gb300", "vr200", "r100"];
-pub(super) const DTYPES: [&str; 6] = ["bf16", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4", "fp8_ds"];
-const TASKS: [&str; 3] = ["pretrain", "sft", "peft"];
-
-/// Words that choose a recipe must be such as can be asked for.
-fn check_words(path: &Path, file: &ModelFile) -> Result<(), RecipeError> {
-    let one_of = |at: String, word: &str, known: &[&str]| match known.contains(&word) {
-        true => Ok(()),
-        false => {
-            let hint = super::suggest(&keys::nearest(word, known.iter().copied()));
-            Err(malformed(path, &at, &format!("`{word}` is none of {}{hint}", known.join(", "))))
-        }
-    };
-    let lower = |at: String, word: &str| match word.is_empty() || word.to_lowercase() != word {
-        true => {
-            Err(malformed(path, &at, &format!("`{word}` must be a name in lower case: it is asked for so")))
-        }
-        false => Ok(()),
-    };
-    lower("family".into(), &file.family)?;
-    lower("model".into(), &file.model)?;
-    for (i, when) in file.when.iter().enumerate() {
-        let conditions = [
-            ("gpu", &when.gpu, &GPUS[..]),
-            ("dtype", &when.dtype, &DTYPES[..]),
-            ("task", &when.task, &TASKS[..]),
-        ];
-        for (name, words, known) in conditions {
-            for word in words.iter().flat_map(|w| w.words()) {
-                one_of(format!("when[{i}].{name}"), word, known)?;
-            }
-        }
-    }
-    for (i, entry) in file.recipes.iter().enumerate() {
-        one_of(format!("recipes[{i}].gpu"), &entry.gpu, &GPUS)?;
-        one_of(format!("recipes[{i}].dtype"), &entry.dtype, &DTYPES)?;
-        one_of(format!("recipes[{i}].task"), &entry.task, &TASKS)?;
-        if let Some(variant) = &entry.variant {
-            lower(format!("recipes[{i}].variant"), variant)?;
-        }
-    }
-    Ok(())
-}
-
 /// Environment variables stand among the settings as `env.NAME`.
 const ENV: &str = "env.";
 
@@ -210,7 +165,7 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
             defaults = Some((path.to_owned(), parse::<Defaults>(path, text)?));
         } else {
             let file: ModelFile = parse(path, text)?;
-            check_words(path, &file)?;
+            words::check(path, &file)?;
             sources.insert(name(&file), Source { path: path.to_owned(), file, base: None, own: false });
         }
     }
@@ -220,7 +175,7 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
             let text = std::fs::read_to_string(&path)
                 .map_err(|reason| RecipeError::Unreadable { path: path.clone(), reason })?;
             let file: ModelFile = parse(&path, &text)?;
-            check_words(&path, &file)?;
+            words::check(&path, &file)?;
             let key = name(&file);
             let before = sources.remove(&key);
             if let Some(other) = before.as_ref().and_then(|b| stated_before(b, &file)) {

@@ -233,7 +233,9 @@ fn words_that_nobody_can_ask_for_and_keys_stated_twice_are_refused() {
 fn files_know_the_words_of_the_options() {
     use clap::CommandFactory;
     let command = crate::args::Args::command();
-    for (option, known) in [("gpu", &super::file::GPUS[..]), ("compute_dtype", &super::file::DTYPES[..5])] {
+    for (option, known) in
+        [("gpu", &super::file::words::GPUS[..]), ("compute_dtype", &super::file::words::DTYPES[..5])]
+    {
         let arg = command.get_arguments().find(|a| a.get_id() == option).unwrap();
         let words: Vec<String> = arg.get_possible_values().iter().map(|v| v.get_name().to_owned()).collect();
         assert_eq!(words, known);

@@ -1,0 +1,79 @@
+//! Which device runs, with which fault.
+
+use super::usage;
+use crate::args::{Args, AttentionKernels, DeviceChoice};
+use crate::capture::RunPlan;
+use crate::commands;
+use crate::device::DeviceError;
+use crate::device::cpu::CpuExecutor;
+use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
+use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
+use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::guard::{Beat, Guarded};
+use crate::device::inject::Inject;
+
+/// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
+pub(super) fn choose_device(args: &Args) -> anyhow::Result<bool> {
+    if let Some(path) = &args.mbperf.cuda_path {
+        set_path(path);
+    }
+    if args.mbperf.device == DeviceChoice::Cpu {
+        return Ok(false);
+    }
+    let auto = args.mbperf.device == DeviceChoice::Auto;
+    match probe() {
+        Availability::Ready(_) => Ok(true),
+        Availability::NoDriver(why) | Availability::NoDevice(why) if auto => {
+            commands::say(&format!(
+                "{why}: running on the CPU, in small; times mean nothing there (`mbperf doctor` tells more)"
+            ));
+            Ok(false)
+        }
+        Availability::NoDriver(why) | Availability::NoDevice(why) => Err(DeviceError::Unavailable(format!(
+            "{why}; `mbperf doctor` says where it was looked for; --device cpu runs without"
+        ))
+        .into()),
+        Availability::Unusable(why) => Err(DeviceError::Unavailable(why).into()),
+    }
+}
+
+pub(super) fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
+    let parse = |text: &String| text.parse::<Inject>().map_err(|e| usage(&format!("--inject: {e}")));
+    let all = args.mbperf.inject.iter().map(parse).collect::<anyhow::Result<Vec<_>>>()?;
+    // As with every option, the last one wins; the others are still read.
+    Ok(all.into_iter().last())
+}
+
+pub(super) fn open_device(
+    plan: &RunPlan,
+    args: &Args,
+    on_gpu: bool,
+    inject: Option<Inject>,
+    beat: Beat,
+) -> Result<Guarded, DeviceError> {
+    let (disturbing, failing) = match inject {
+        Some(fault) if fault.kind.disturbs() => (Some(fault), None),
+        other => (None, other),
+    };
+    Guarded::open(beat, disturbing, || {
+        if !on_gpu {
+            return Ok(Box::new(CpuExecutor::new(plan.clone(), failing, None)?));
+        }
+        let own = &args.mbperf;
+        let options = CudaOptions {
+            cache_dir: own.kernel_cache.clone(),
+            cuda_path: own.cuda_path.clone(),
+            inject: failing,
+            attention: AttentionChoice {
+                backend: match own.attention_backend {
+                    AttentionKernels::Auto => AttentionBackend::Auto,
+                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                    AttentionKernels::Own => AttentionBackend::Own,
+                },
+                deterministic: own.attention_deterministic,
+            },
+            ..Default::default()
+        };
+        Ok(Box::new(CudaExecutor::new(plan, options)?))
+    })
+}
