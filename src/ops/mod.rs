@@ -22,6 +22,7 @@ pub mod mla_rope;
 pub mod moe_permute;
 pub mod optimizer;
 pub mod output_gate;
+pub mod owned_rows;
 pub mod rmsnorm;
 pub mod rng;
 pub mod rope;

@@ -7,8 +7,8 @@
 #[cfg(test)]
 mod tests;
 
+use super::owned_rows::{row_blocks, sample_routed, used_rows};
 use super::support::{Draws, VECTOR, float_name};
-use super::swiglu::{row_blocks, sample_routed, used_rows};
 use super::{Access, ArgSpec, CpuArgs, Op, Real, Sample, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;

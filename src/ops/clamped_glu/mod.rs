@@ -10,8 +10,8 @@
 mod tests;
 
 use super::bias::experts_of_rows;
-use super::support::sigmoid;
-use super::swiglu::{row_blocks, sample_bf16, sample_routed, used_rows};
+use super::owned_rows::{row_blocks, row_gradients, sample_bf16, sample_routed, used_rows};
+use super::support::{VECTOR, sigmoid};
 use super::{ArgSpec, CpuArgs, Op, Real, Sample, check_multiple, int_param, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -138,9 +138,15 @@ impl GluShape {
         entry: &'static str,
         cuda: &mut CudaPrep,
         pointers: &[DevPtr],
-        column_blocks: usize,
-        threads: usize,
+        whole_rows: bool,
     ) -> Result<Issue, DeviceError> {
+        if self.rows == 0 {
+            return Ok(Issue::Nothing);
+        }
+        check_multiple(op, "ffn", self.ffn, VECTOR)?;
+        let (threads, column_blocks) = row_blocks(self.ffn);
+        // A block that sums over its row takes the whole of it.
+        let column_blocks = if whole_rows { 1 } else { column_blocks };
         let kernel = cuda.kernel(SOURCE, entry, &self.defines(), 0)?;
         let mut params: Vec<Param> = pointers.iter().map(|&p| p.into()).collect();
         params.push(int_param(op, "ffn", self.ffn)?.into());
@@ -219,15 +225,8 @@ impl ClampedGluBwd {
             }
             T::of(dprob).f32()
         };
-        let rows = dgate_up.par_chunks_mut(2 * f).enumerate();
-        if s.routed() {
-            let dprobs = args.output(out + 1)?;
-            rows.zip(dprobs).for_each(|((row, out), dprob)| *dprob = row_gradient(row, out));
-        } else {
-            rows.for_each(|(row, out)| {
-                row_gradient(row, out);
-            });
-        }
+        let dprobs = if s.routed() { Some(args.output(out + 1)?) } else { None };
+        row_gradients(dgate_up, 2 * f, dprobs, row_gradient);
         Ok(())
     }
 }
@@ -236,9 +235,6 @@ const SOURCE: KernelSource = KernelSource {
     name: "clamped_glu/kernel.cu",
     text: concat!(include_str!("../bias/expert.cuh"), include_str!("kernel.cu")),
 };
-/// Elements of a 16-byte vector of bf16.
-const VECTOR: usize = 8;
-
 impl Op for ClampedGluFwd {
     fn name(&self) -> &'static str {
         "clamped_glu_fwd"
@@ -270,16 +266,11 @@ impl Op for ClampedGluFwd {
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         let s = &self.shape;
-        if s.rows == 0 {
-            return Ok(Issue::Nothing);
-        }
-        check_multiple(self.name(), "ffn", s.ffn, VECTOR)?;
-        let (threads, column_blocks) = row_blocks(s.ffn);
         let null = DevPtr::default();
         let bias = if s.bias { args[1] } else { null };
         let [probs, offsets] = if s.routed() { [args[s.next()], args[s.next() + 1]] } else { [null; 2] };
         let pointers = [args[0], bias, probs, offsets, args[args.len() - 1]];
-        s.launch(self.name(), "clamped_glu_fwd", cuda, &pointers, column_blocks, threads)
+        s.launch(self.name(), "clamped_glu_fwd", cuda, &pointers, false)
     }
 }
 
@@ -319,11 +310,6 @@ impl Op for ClampedGluBwd {
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
         let s = &self.shape;
-        if s.rows == 0 {
-            return Ok(Issue::Nothing);
-        }
-        check_multiple(self.name(), "ffn", s.ffn, VECTOR)?;
-        let (threads, column_blocks) = row_blocks(s.ffn);
         let null = DevPtr::default();
         let bias = if s.bias { args[1] } else { null };
         let dh = args[s.next()];
@@ -333,8 +319,7 @@ impl Op for ClampedGluBwd {
             [dgate_up] => [args[0], bias, dh, null, null, dgate_up, null],
             _ => return Err(DeviceError::internal("clamped_glu_bwd: wrong number of arguments")),
         };
-        // One block a routed row: it sums dprob over the whole row.
-        let column_blocks = if s.routed() { 1 } else { column_blocks };
-        s.launch(self.name(), "clamped_glu_bwd", cuda, &pointers, column_blocks, threads)
+        // dprob is summed over a routed row.
+        s.launch(self.name(), "clamped_glu_bwd", cuda, &pointers, s.routed())
     }
 }

@@ -3,11 +3,11 @@
 //! Routed rows (tokens sorted by expert) are also weighed with their routing probability, and padding rows past the
 //! last expert's are written as zeros, as in `swiglu`.
 
-use super::swiglu::{row_blocks, sample_bf16, sample_routed, used_rows};
-use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
+use super::owned_rows::{OwnedRows, row_gradients, sample_bf16, sample_routed, used_rows};
+use super::{ArgSpec, CpuArgs, Op, Real, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
-use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue, KernelSource};
 use crate::program::DType;
 use rayon::prelude::*;
 
@@ -38,6 +38,9 @@ fn relu<T: Real>(x: T) -> T {
 }
 
 impl SquaredReluFwd {
+    fn owned(&self) -> OwnedRows {
+        OwnedRows { rows: self.rows, ffn: self.ffn, experts: self.routed.then_some(self.experts) }
+    }
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let x = args.input(0)?;
         let (probs, used) = if self.routed {
@@ -59,6 +62,9 @@ impl SquaredReluFwd {
 }
 
 impl SquaredReluBwd {
+    fn owned(&self) -> OwnedRows {
+        OwnedRows { rows: self.rows, ffn: self.ffn, experts: self.routed.then_some(self.experts) }
+    }
     /// Sums dprob in f64.
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let (x, dy) = (args.input(0)?, args.input(1)?);
@@ -83,29 +89,13 @@ impl SquaredReluBwd {
             }
             T::of(dprob).f32()
         };
-        let rows = dx.par_chunks_mut(f).enumerate();
-        if self.routed {
-            let dprobs = args.output(5)?;
-            rows.zip(dprobs).for_each(|((row, out), dprob)| *dprob = row_gradient(row, out));
-        } else {
-            rows.for_each(|(row, out)| {
-                row_gradient(row, out);
-            });
-        }
+        let dprobs = if self.routed { Some(args.output(5)?) } else { None };
+        row_gradients(dx, f, dprobs, row_gradient);
         Ok(())
     }
 }
 
 const SOURCE: KernelSource = KernelSource { name: "squared_relu/kernel.cu", text: include_str!("kernel.cu") };
-/// Elements of a 16-byte vector of bf16.
-const VECTOR: usize = 8;
-
-/// Adds the routed arguments.
-fn routing(args: &mut Vec<ArgSpec>, rows: usize, experts: usize) {
-    args.push(ArgSpec::read("probs", DType::F32, &[rows]));
-    args.push(ArgSpec::read("offsets", DType::I32, &[experts + 1]));
-}
-
 impl Op for SquaredReluFwd {
     fn name(&self) -> &'static str {
         "squared_relu_fwd"
@@ -113,9 +103,7 @@ impl Op for SquaredReluFwd {
     fn args(&self) -> Vec<ArgSpec> {
         let shape = [self.rows, self.ffn];
         let mut args = vec![ArgSpec::read("x", DType::Bf16, &shape)];
-        if self.routed {
-            routing(&mut args, self.rows, self.experts);
-        }
+        self.owned().specs(&mut args);
         args.push(ArgSpec::write("y", DType::Bf16, &shape));
         args
     }
@@ -140,22 +128,7 @@ impl Op for SquaredReluFwd {
         args: &[DevPtr],
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
-        if self.rows == 0 {
-            return Ok(Issue::Nothing);
-        }
-        check_multiple(self.name(), "ffn", self.ffn, VECTOR)?;
-        let (threads, column_blocks) = row_blocks(self.ffn);
-        let blocks = self.rows * column_blocks;
-        int_param(self.name(), "rows * column blocks", blocks)?;
-        let entry = if self.routed { "squared_relu_routed_fwd" } else { "squared_relu_fwd" };
-        let kernel = cuda.kernel(SOURCE, entry, &[], 0)?;
-        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
-        if self.routed {
-            params.push(int_param(self.name(), "experts", self.experts)?.into());
-        }
-        params.push(int_param(self.name(), "ffn", self.ffn)?.into());
-        params.push(int_param(self.name(), "column blocks", column_blocks)?.into());
-        cuda.launch(&kernel, Config::linear(blocks, threads as u32), &params)
+        self.owned().forward(cuda, self.name(), SOURCE, ["squared_relu_fwd", "squared_relu_routed_fwd"], args)
     }
 }
 
@@ -167,9 +140,7 @@ impl Op for SquaredReluBwd {
         let shape = [self.rows, self.ffn];
         let mut args =
             vec![ArgSpec::read("x", DType::Bf16, &shape), ArgSpec::read("dy", DType::Bf16, &shape)];
-        if self.routed {
-            routing(&mut args, self.rows, self.experts);
-        }
+        self.owned().specs(&mut args);
         args.push(ArgSpec::write("dx", DType::Bf16, &shape));
         if self.routed {
             args.push(ArgSpec::write("dprobs", DType::F32, &[self.rows]));
@@ -198,27 +169,13 @@ impl Op for SquaredReluBwd {
         args: &[DevPtr],
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
-        if self.rows == 0 {
-            return Ok(Issue::Nothing);
-        }
-        check_multiple(self.name(), "ffn", self.ffn, VECTOR)?;
-        let (threads, column_blocks) = row_blocks(self.ffn);
-        let ffn = int_param(self.name(), "ffn", self.ffn)?;
-        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
-        if self.routed {
-            // One block a row: it sums dprob over the whole row.
-            int_param(self.name(), "rows", self.rows)?;
-            params.push(int_param(self.name(), "experts", self.experts)?.into());
-            params.push(ffn.into());
-            let kernel = cuda.kernel(SOURCE, "squared_relu_routed_bwd", &[], 0)?;
-            return cuda.launch(&kernel, Config::linear(self.rows, threads as u32), &params);
-        }
-        let blocks = self.rows * column_blocks;
-        int_param(self.name(), "rows * column blocks", blocks)?;
-        params.push(ffn.into());
-        params.push(int_param(self.name(), "column blocks", column_blocks)?.into());
-        let kernel = cuda.kernel(SOURCE, "squared_relu_bwd", &[], 0)?;
-        cuda.launch(&kernel, Config::linear(blocks, threads as u32), &params)
+        self.owned().backward(
+            cuda,
+            self.name(),
+            SOURCE,
+            ["squared_relu_bwd", "squared_relu_routed_bwd"],
+            args,
+        )
     }
 }
 

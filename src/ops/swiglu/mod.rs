@@ -3,12 +3,12 @@
 //! Routed rows (tokens sorted by expert) are also weighed with their routing probability, as the expert MLP
 //! does before its second product, and padding rows past the last expert's are written as zeros.
 
-use super::rng::{normal_of, philox};
+use super::owned_rows::{OwnedRows, row_gradients, sample_bf16, sample_routed, used_rows};
 use super::support::sigmoid;
-use super::{ArgSpec, CpuArgs, Op, Real, check_multiple, int_param, tolerance};
+use super::{ArgSpec, CpuArgs, Op, Real, tolerance};
 use crate::cpu_reference;
 use crate::device::DeviceError;
-use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue, KernelSource};
 use crate::program::DType;
 use rayon::prelude::*;
 
@@ -34,12 +34,10 @@ pub struct SwigluBwd {
     pub experts: usize,
 }
 
-/// Rows before the padding: offsets[experts], never more than there are.
-pub(super) fn used_rows(offsets: &[i32], experts: usize, rows: usize) -> usize {
-    usize::try_from(offsets[experts]).unwrap_or(0).min(rows)
-}
-
 impl SwigluFwd {
+    fn owned(&self) -> OwnedRows {
+        OwnedRows { rows: self.rows, ffn: self.ffn, experts: self.routed.then_some(self.experts) }
+    }
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let gate_up = args.input(0)?;
         let (probs, used) = if self.routed {
@@ -64,6 +62,9 @@ impl SwigluFwd {
 }
 
 impl SwigluBwd {
+    fn owned(&self) -> OwnedRows {
+        OwnedRows { rows: self.rows, ffn: self.ffn, experts: self.routed.then_some(self.experts) }
+    }
     /// Sums dprob in f64.
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         let (gate_up, dh) = (args.input(0)?, args.input(1)?);
@@ -93,62 +94,20 @@ impl SwigluBwd {
             }
             T::of(dprob).f32()
         };
-        let rows = dgate_up.par_chunks_mut(2 * f).enumerate();
-        if self.routed {
-            let dprobs = args.output(5)?;
-            rows.zip(dprobs).for_each(|((row, out), dprob)| *dprob = row_gradient(row, out));
-        } else {
-            rows.for_each(|(row, out)| {
-                row_gradient(row, out);
-            });
-        }
+        let dprobs = if self.routed { Some(args.output(5)?) } else { None };
+        row_gradients(dgate_up, 2 * f, dprobs, row_gradient);
         Ok(())
     }
 }
 
 const SOURCE: KernelSource = KernelSource { name: "swiglu/kernel.cu", text: include_str!("kernel.cu") };
-/// Elements of a 16-byte vector of bf16.
-const VECTOR: usize = 8;
-const MAX_THREADS: usize = 256;
-
-/// (threads of a block, blocks side by side in a row) that waste the fewest threads.
-pub(super) fn row_blocks(ffn: usize) -> (usize, usize) {
-    let vectors = ffn / VECTOR;
-    let blocks = vectors.div_ceil(MAX_THREADS);
-    (vectors.div_ceil(blocks).next_multiple_of(32), blocks)
-}
-
-/// Structured inputs: three quarters of the rows belong to experts, in uneven shares.
-pub(super) fn sample_routed(seed: u64, rows: usize, experts: usize) -> (Vec<f64>, Vec<f64>) {
-    let used = rows - rows / 4;
-    let word = |i: usize, key: u32| philox([i as u32, key, 0, 0], [seed as u32, (seed >> 32) as u32])[0];
-    let probs = (0..rows).map(|i| ((word(i, 1) >> 8) as f32 / 16_777_216.0) as f64).collect();
-    let mut inner: Vec<usize> = (1..experts).map(|e| word(e, 2) as usize % (used + 1)).collect();
-    inner.sort_unstable();
-    let mut offsets = vec![0.0];
-    offsets.extend(inner.into_iter().map(|o| o as f64));
-    if experts > 0 {
-        offsets.push(used as f64);
-    }
-    (probs, offsets)
-}
-
-/// Normal(0, 1) values of a bf16 buffer.
-pub(super) fn sample_bf16(seed: u64, key: u32, n: usize) -> Vec<f64> {
-    let draw = |i: usize| normal_of(philox([i as u32, key, 0, 0], [seed as u32, (seed >> 32) as u32]));
-    (0..n).map(|i| draw(i).bf16() as f64).collect()
-}
-
 impl Op for SwigluFwd {
     fn name(&self) -> &'static str {
         "swiglu_fwd"
     }
     fn args(&self) -> Vec<ArgSpec> {
         let mut args = vec![ArgSpec::read("gate_up", DType::Bf16, &[self.rows, 2 * self.ffn])];
-        if self.routed {
-            args.push(ArgSpec::read("probs", DType::F32, &[self.rows]));
-            args.push(ArgSpec::read("offsets", DType::I32, &[self.experts + 1]));
-        }
+        self.owned().specs(&mut args);
         args.push(ArgSpec::write("h", DType::Bf16, &[self.rows, self.ffn]));
         args
     }
@@ -173,22 +132,7 @@ impl Op for SwigluFwd {
         args: &[DevPtr],
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
-        if self.rows == 0 {
-            return Ok(Issue::Nothing);
-        }
-        check_multiple(self.name(), "ffn", self.ffn, VECTOR)?;
-        let (threads, column_blocks) = row_blocks(self.ffn);
-        let blocks = self.rows * column_blocks;
-        int_param(self.name(), "rows * column blocks", blocks)?;
-        let kernel =
-            cuda.kernel(SOURCE, if self.routed { "swiglu_routed_fwd" } else { "swiglu_fwd" }, &[], 0)?;
-        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
-        if self.routed {
-            params.push(int_param(self.name(), "experts", self.experts)?.into());
-        }
-        params.push(int_param(self.name(), "ffn", self.ffn)?.into());
-        params.push(int_param(self.name(), "column blocks", column_blocks)?.into());
-        cuda.launch(&kernel, Config::linear(blocks, threads as u32), &params)
+        self.owned().forward(cuda, self.name(), SOURCE, ["swiglu_fwd", "swiglu_routed_fwd"], args)
     }
 }
 
@@ -201,10 +145,7 @@ impl Op for SwigluBwd {
             ArgSpec::read("gate_up", DType::Bf16, &[self.rows, 2 * self.ffn]),
             ArgSpec::read("dh", DType::Bf16, &[self.rows, self.ffn]),
         ];
-        if self.routed {
-            args.push(ArgSpec::read("probs", DType::F32, &[self.rows]));
-            args.push(ArgSpec::read("offsets", DType::I32, &[self.experts + 1]));
-        }
+        self.owned().specs(&mut args);
         args.push(ArgSpec::write("dgate_up", DType::Bf16, &[self.rows, 2 * self.ffn]));
         if self.routed {
             args.push(ArgSpec::write("dprobs", DType::F32, &[self.rows]));
@@ -234,27 +175,7 @@ impl Op for SwigluBwd {
         args: &[DevPtr],
         _workspace: DevPtr,
     ) -> Result<Issue, DeviceError> {
-        if self.rows == 0 {
-            return Ok(Issue::Nothing);
-        }
-        check_multiple(self.name(), "ffn", self.ffn, VECTOR)?;
-        let (threads, column_blocks) = row_blocks(self.ffn);
-        let ffn = int_param(self.name(), "ffn", self.ffn)?;
-        let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
-        if self.routed {
-            // One block a row: it sums dprob over the whole row.
-            int_param(self.name(), "rows", self.rows)?;
-            params.push(int_param(self.name(), "experts", self.experts)?.into());
-            params.push(ffn.into());
-            let kernel = cuda.kernel(SOURCE, "swiglu_routed_bwd", &[], 0)?;
-            return cuda.launch(&kernel, Config::linear(self.rows, threads as u32), &params);
-        }
-        let blocks = self.rows * column_blocks;
-        int_param(self.name(), "rows * column blocks", blocks)?;
-        params.push(ffn.into());
-        params.push(int_param(self.name(), "column blocks", column_blocks)?.into());
-        let kernel = cuda.kernel(SOURCE, "swiglu_bwd", &[], 0)?;
-        cuda.launch(&kernel, Config::linear(blocks, threads as u32), &params)
+        self.owned().backward(cuda, self.name(), SOURCE, ["swiglu_bwd", "swiglu_routed_bwd"], args)
     }
 }
 
@@ -310,13 +231,5 @@ mod tests {
         gate_up[1] = -200.0;
         let h = &run_f32(&fwd, &[gate_up, vec![]])[1];
         assert_eq!((h[0], h[1].abs() < 1e-30), (200.0, true));
-    }
-
-    #[test]
-    fn blocks_cover_every_row_length() {
-        for ffn in (8..40_000).step_by(8) {
-            let (threads, blocks) = row_blocks(ffn);
-            assert!(threads <= MAX_THREADS && threads % 32 == 0 && threads * blocks * VECTOR >= ffn);
-        }
     }
 }
