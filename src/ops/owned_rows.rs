@@ -30,7 +30,7 @@ impl OwnedRows {
         }
     }
 
-    /// Launches the kernel of plain rows or that of owned ones: its parameters are `args`, [experts], ffn, column blocks.
+    /// Launches the kernel of plain rows or that of owned ones: its parameters are `args`, `experts` if owned, ffn, column blocks.
     pub fn forward(
         &self,
         cuda: &mut CudaPrep,
@@ -104,7 +104,7 @@ pub fn row_gradients<T: Real>(
     }
 }
 
-/// Rows before the padding: offsets[experts], never more than there are.
+/// Rows before the padding: `offsets[experts]`, never more than there are.
 pub fn used_rows(offsets: &[i32], experts: usize, rows: usize) -> usize {
     usize::try_from(offsets[experts]).unwrap_or(0).min(rows)
 }
