@@ -46,14 +46,17 @@ pub fn matched(plan: &ArmPlan, recorded: &Recorded) -> Matched {
                 let Some(segment) = plan.segments.get(*segment) else { continue };
                 let expected = expected(recorded, segment.launches.clone());
                 let launches = in_graph(recorded, records, &expected);
+                let mut of: HashMap<usize, Vec<usize>> = HashMap::new();
                 for (record, launch) in records.iter().zip(launches) {
                     found.launches[*record] = launch;
+                    if let Some(launch) = launch {
+                        of.entry(launch).or_default().push(*record);
+                    }
                 }
                 for launch in segment.launches.clone() {
-                    let of: Vec<usize> =
-                        records.iter().copied().filter(|r| found.launches[*r] == Some(launch)).collect();
                     if let Some(Some(expected)) = recorded.expected.get(launch) {
-                        note(&mut found.difference, plan, launch, expected, &names(&of));
+                        let own = of.get(&launch).map_or(&[][..], Vec::as_slice);
+                        note(&mut found.difference, plan, launch, expected, &names(own));
                     }
                 }
             }
