@@ -1,4 +1,6 @@
 //! `mbperf compare` through the binary: what CI sees, exit codes included.
+//!
+//! Over 500 lines: one test a row of what a comparison must refuse, report or fail, over one table of results.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 #[path = "common/results.rs"]
