@@ -1,13 +1,7 @@
 //! The CUDA device and its kernels on an emulated GPU (tests/emulated_cuda): every op against its reference, both
 //! arms of a run, and faults that must be found.
 
-// A test says what went wrong by failing.
-#![allow(clippy::unwrap_used)]
-
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{cell, records};
+use crate::common::binary::{self, cell, records};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
