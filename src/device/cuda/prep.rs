@@ -224,6 +224,11 @@ impl OfflinePrep {
         })
     }
 
+    /// Keeps the compiled kernels in `folder`, under the names by which a run looks for them.
+    pub fn keeping(self, folder: std::path::PathBuf) -> Self {
+        Self { kernels: self.kernels.keeping(folder), ..self }
+    }
+
     /// As [`Self::new`], but kernels are only noted: for [`KernelCache::warm`] of an online cache.
     pub(super) fn collecting(arch: &str, cc: u32, sm_count: usize) -> Self {
         Self {
