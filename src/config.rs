@@ -368,6 +368,9 @@ pub struct RunConfig {
     pub optimizer: Optimizer,
     /// `--stack_only`: the layer stack alone.
     pub stack_only: bool,
+    /// `--overlap_wgrad`: weight gradients on a stream of their own.
+    #[serde(default)]
+    pub overlap_wgrad: bool,
     pub seed: u64,
     /// Recipe features that run in simpler form, named in the row.
     pub approximations: Vec<String>,

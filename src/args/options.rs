@@ -344,6 +344,9 @@ pub struct Mbperf {
     /// The layer stack alone: no embedding, head, optimizer or collectives; one micro-batch
     #[arg(long)]
     pub stack_only: bool,
+    /// Weight gradients on a stream of their own, beside the rest of the backward (both arms; frameworks use one stream)
+    #[arg(long)]
+    pub overlap_wgrad: bool,
     /// Micro-batches that are run, at most; 0 = all of the job's
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = defaults::MAX_MICROBATCHES)]
     pub max_microbatches: i64,

@@ -140,6 +140,7 @@ pub fn config(
             grad_dtype: if v.on("ddp.grad_reduce_in_fp32") { "fp32".to_owned() } else { "bf16".to_owned() },
         },
         stack_only: args.mbperf.stack_only,
+        overlap_wgrad: args.mbperf.overlap_wgrad,
         seed: args.mbperf.seed,
         parallel,
         approximations,

@@ -1,6 +1,7 @@
 //! A step as data: buffers and an ordered list of launches. Knows ops by their trait, no device.
 
 pub mod builder;
+pub mod lanes;
 pub mod memory;
 
 use crate::ops::Op;
@@ -241,6 +242,10 @@ impl Program {
     /// FLOPs of a step that the model asks for: what recompute does twice counts once.
     pub fn model_flops(&self) -> f64 {
         self.launches.iter().filter(|l| !l.recompute).map(|l| l.op.model_flops()).sum()
+    }
+    /// Streams of a step.
+    pub fn lanes(&self) -> usize {
+        self.launches.iter().map(|l| l.lane + 1).max().unwrap_or(1)
     }
     pub fn buffer(&self, id: BufId) -> &Buffer {
         &self.buffers[id.0 as usize]

@@ -16,7 +16,7 @@ use crate::ops::rng::{WORD_LR, WORD_SEED_HI, WORD_SEED_LO, WORDS};
 use crate::ops::rope::Positions;
 use crate::ops::step::{MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::program::builder::Builder;
-use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program};
+use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program, lanes};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -86,7 +86,14 @@ pub(super) fn build_in_order(
     }
     let Stack { mut b, regions, .. } = s;
     b.program.graph_per_micro_batch = cfg.parallel.pp > 1;
-    b.finish().and_then(|program| recompute::insert(program, &regions)).map_err(WorkloadError::Internal)
+    let mut program = b
+        .finish()
+        .and_then(|program| recompute::insert(program, &regions))
+        .map_err(WorkloadError::Internal)?;
+    if cfg.overlap_wgrad {
+        lanes::spread_weight_gradients(&mut program);
+    }
+    Ok(program)
 }
 
 fn step_end(cfg: &RunConfig) -> StepEnd {

@@ -102,6 +102,7 @@ pub fn dense() -> RunConfig {
             grad_dtype: "bf16".into(),
         },
         stack_only: false,
+        overlap_wgrad: false,
         seed: 1234,
         approximations: vec![],
         not_built: vec![],
