@@ -252,7 +252,7 @@ impl<'a> Session<'a> {
                 Purpose::Timed if edge => Phase::Switch,
                 Purpose::Timed => Phase::Steady,
             };
-            if pacing == Pacing::Sync {
+            if !pacing.runs_ahead() {
                 since = self.executor.now_ms();
             }
             let flight = self.submit(side, arm, Some(number), phase, pacing)?;

@@ -247,7 +247,7 @@ columns! {
     step_time_ms_median Float r => arm(r, |a| a.step_time_ms), "Median wall time of a step with one step of run-ahead.";
     step_time_ms_ci95_low Float r => arm(r, |a| a.step_time_ms_ci95.map(|c| c.0)), "Low end of the median's 95 % interval, from block medians (order statistics).";
     step_time_ms_ci95_high Float r => arm(r, |a| a.step_time_ms_ci95.map(|c| c.1)), "High end of it.";
-    host_submit_ms_median Float r => arm(r, |a| a.host_submit_ms), "Host time of issuing a step, waits left out; a full launch queue counts in (compare `host_submit_ms_sync_median`).";
+    host_submit_ms_median Float r => arm(r, |a| a.host_submit_ms), "Host time of issuing a step, waits left out; a full launch queue counts in, so that it comes near the step time where the device is the limit (compare `host_issue_ms_median`).";
     host_wait_ms_median Float r => arm(r, |a| a.host_wait_ms), "Host time waiting for the device inside a step (counts copied to the host).";
     device_span_ms_median Float r => arm(r, |a| a.device_span_ms), "Device time from a step's first event to its last, both outside graphs.";
     device_busy_ms Float r => arm(r, |a| a.device_busy_ms), "Union of the kernel intervals of a step, from a profiling pass made last.";
@@ -293,6 +293,7 @@ columns! {
     seed Int r => r.facts.seed, "Seed of weights, tokens, routing and dropout.";
     pp_rank Int r => r.facts.pp_rank, "Pipeline rank that was run.";
     stack_only Bool r => r.facts.stack_only, "Whether the layer stack alone was run.";
+    overlap_wgrad Bool r => r.facts.overlap_wgrad, "Whether weight gradients ran on a stream of their own.";
     tokens_routed Int r => r.facts.tokens_routed, "Rows that the router sent to experts in a step, equal in both arms.";
     tokens_padded Int r => r.facts.tokens_padded, "Rows added as padding by a capacity factor, in the last micro-batch that ran, over this rank's layers.";
     tokens_dropped Int r => r.facts.tokens_dropped, "Rows dropped by a capacity factor, in the last micro-batch that ran, over this rank's layers.";
@@ -301,7 +302,8 @@ columns! {
     blocks Int r => arm(r, |a| Some(a.blocks)), "Blocks of the arm with run-ahead.";
     steps_sync Int r => arm(r, |a| Some(a.steps_sync)), "Steps behind the `_sync` columns.";
     step_time_ms_sync_median Float r => arm(r, |a| a.step_time_ms_sync), "Median wall time of a step when every step is waited for.";
-    host_submit_ms_sync_median Float r => arm(r, |a| a.host_submit_ms_sync), "Host time of issuing a step to an idle device.";
+    host_submit_ms_sync_median Float r => arm(r, |a| a.host_submit_ms_sync), "Host time of issuing a step to an idle device; a step of more launches than the queue holds is still held up.";
+    host_issue_ms_median Float r => arm(r, |a| a.host_issue_ms), "Host time of issuing a step that the launch queue never holds up (a few steps, the device waited for every 256 launches, the waits left out): what issuing costs. Far below the step time: a faster host would win nothing.";
     device_span_ms_sync_median Float r => arm(r, |a| a.device_span_ms_sync), "Device span of a step issued to an idle device.";
     speedup_sync Float r => r.compared().and_then(|o| o.speedup_sync), "Speedup when every step is waited for.";
     speedup_cycles Float r => r.compared().and_then(|o| o.speedup_cycles), "Speedup in SM cycles: times the ratio of the arms' clocks.";

@@ -45,6 +45,7 @@ pub struct RunFacts {
     /// Layers of the local share.
     pub num_layers: usize,
     pub stack_only: bool,
+    pub overlap_wgrad: bool,
     pub seed: u64,
 
     /// `none`, `local`, `transformer_engine`.

@@ -49,6 +49,7 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
         seq_length: b.seq_length,
         num_layers: share.as_ref().map_or(0, |s| s.layers.len()),
         stack_only: cfg.stack_only,
+        overlap_wgrad: cfg.overlap_wgrad,
         seed: cfg.seed,
         cuda_graph_impl: impl_name(cfg.graph.implementation).into(),
         cuda_graph_scope: cfg.graph.scope.iter().map(|s| scope_name(*s).to_string()).collect(),

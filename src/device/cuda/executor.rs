@@ -9,10 +9,11 @@ use super::capture::{self, Setting};
 use super::context::{DeviceMemory, Event, MIB, PinnedMemory, copy_to_device, copy_to_host, in_phase};
 pub use super::cost::launch_cost;
 use super::cudnn::AttentionUse;
+use super::drain::Drain;
 use super::graph::Instance;
 use super::health::Monitor;
 use super::kernels::KernelLaunch;
-use super::lanes::{self, Lanes};
+use super::lanes::Lanes;
 use super::libraries::{self, Library};
 use super::memory::{Memory, UTILITY, walk};
 use super::nvtx::{self, Nvtx};
@@ -82,6 +83,8 @@ pub struct CudaExecutor {
     /// Step whose results hold an injected fault.
     marred: Option<(u64, Kind)>,
     host: Option<HostCosts>,
+    /// Whether the device is waited for in the middle of a step.
+    drained: bool,
     /// A profiler that takes ranges.
     nvtx: Option<Nvtx>,
     /// Issued at the end of each step, and its length in milliseconds.
@@ -110,7 +113,7 @@ impl CudaExecutor {
         let free_at_open = context.memory()?.0;
         let arms = || [Some(&plan.eager), plan.graph.as_ref()].into_iter().flatten();
         let memory = Memory::new(context, plan)?;
-        let lanes = Lanes::new(context, arms().map(|a| lanes::count(&a.program)).max().unwrap_or(1))?;
+        let lanes = Lanes::new(context, arms().map(|a| a.program.lanes()).max().unwrap_or(1))?;
         let words = arms().map(|a| reported(&a.program).len()).max().unwrap_or(0);
         let results = context.alloc_host(RING * words.max(1) * 4)?;
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
@@ -170,6 +173,7 @@ impl CudaExecutor {
             inject,
             marred: None,
             host: None,
+            drained: false,
             nvtx,
             spin: None,
             free_at_open,
@@ -224,13 +228,26 @@ impl CudaExecutor {
         let mut nvtx = self.nvtx;
         let sink = nvtx.as_mut().zip(side.names.as_ref());
         let mut ranges = sink.map(|(sink, names)| nvtx::Ranges::new(names, sink));
-        let mut pacer = Pacer::new(costs).watched(ranges.as_mut().map(|r| r as &mut dyn Watch));
+        let mut drain = None;
+        let watch: Option<&mut dyn Watch> = match &mut ranges {
+            ranges if self.drained => {
+                let then = ranges.as_mut().map(|r| r as &mut dyn Watch);
+                Some(drain.insert(Drain::new(&self.session.context, then)))
+            }
+            Some(ranges) => Some(ranges),
+            None => None,
+        };
+        let mut pacer = Pacer::new(costs).watched(watch);
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
         slot.start.record(main)?;
         side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
         let issued = start.elapsed();
+        let spun = pacer.spun();
+        if let Some(drain) = drain {
+            waited += drain.waited()?;
+        }
         if let Some((spin, _)) = &self.spin {
             spin.issue(main.raw)?;
         }
@@ -242,7 +259,7 @@ impl CudaExecutor {
             results.gather[at].issue(main.raw)?;
         }
         slot.done.record(main)?;
-        Ok([issued, waited, pacer.spun()])
+        Ok([issued, waited, spun])
     }
 
     /// A step, waited for, without the gathering of results, which is ours and not the step's.
@@ -493,6 +510,11 @@ impl Executor for CudaExecutor {
         }
         self.host = costs;
         Ok(())
+    }
+
+    fn set_drained(&mut self, on: bool) -> bool {
+        self.drained = on;
+        true
     }
 
     fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {

@@ -7,6 +7,7 @@ pub mod context;
 mod cost;
 pub mod cudnn;
 pub mod disk;
+mod drain;
 pub mod executor;
 mod graph;
 mod health;
