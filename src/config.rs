@@ -147,6 +147,12 @@ pub struct Model {
     pub rotary_percent: f64,
     /// Scaling of low rotary frequencies.
     pub rope_scaling: Option<crate::ops::rope::RopeScaling>,
+    /// Rotated pairs that turn with time, height and width (interleaved M-RoPE); `None`: all turn with the token's place.
+    #[serde(default)]
+    pub mrope_section: Option<[usize; 3]>,
+    /// An image tower before the decoder, and an image in every sequence.
+    #[serde(default)]
+    pub vision: Option<Vision>,
     pub tied_embeddings: bool,
     pub init_method_std: f64,
     pub attention_dropout: f64,
@@ -185,6 +191,41 @@ impl Model {
     /// Whether q, k and v have a bias.
     pub fn qkv_bias(&self) -> bool {
         self.add_qkv_bias || self.add_bias_linear
+    }
+}
+
+/// Sizes of an image tower, and of the square image that every sequence has.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Vision {
+    /// Blocks.
+    pub depth: usize,
+    pub hidden_size: usize,
+    pub ffn_hidden_size: usize,
+    pub num_heads: usize,
+    /// Numbers of a flattened patch: channels x frames x height x width.
+    pub patch_values: usize,
+    /// Rows and columns of the table of positions.
+    pub table_side: usize,
+    /// Patches of the image in a row and in a column; 2 x 2 of them are merged to one token.
+    pub side: usize,
+    /// Position of the image's first token in its sequence.
+    pub start: usize,
+    /// Blocks whose output is merged too, and added to the hidden state after the first decoder layers, in order.
+    pub deepstack: Vec<usize>,
+}
+
+impl Vision {
+    /// Patches of an image.
+    pub fn patches(&self) -> usize {
+        self.side * self.side
+    }
+    /// Image tokens in a row and in a column.
+    pub fn token_side(&self) -> usize {
+        self.side / crate::ops::rope::axes::MERGE
+    }
+    /// Tokens of an image.
+    pub fn tokens(&self) -> usize {
+        self.token_side() * self.token_side()
     }
 }
 

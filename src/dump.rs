@@ -76,6 +76,7 @@ pub fn dump(
         name == "loss"
             || name.starts_with("ids.")
             || name.starts_with("labels.")
+            || name.starts_with("pixels.")
             || ROUTING.iter().any(|r| name.ends_with(r))
     });
     let step = read_all(program, executor, step)?;

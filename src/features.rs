@@ -59,6 +59,11 @@ pub const FEATURES: &[Feature] = &[
         "every earlier token is attended to, and there is no indexer that would choose some",
         |e| e.values.text("model.attention_variant") == Some("dsa"),
     ),
+    approximated("vision_graphs", "the vision tower runs eagerly in both arms", |e| {
+        let asked = e.values.text("model.vision_cuda_graph_impl").is_some_and(|i| i != "none");
+        // A full-iteration graph holds the tower too.
+        asked && e.values.is_set("model.vision") && e.implementation != crate::config::GraphImpl::Local
+    }),
     approximated("shared_expert_overlap", "the shared expert runs before the dispatch, not beside it", |e| {
         e.moe() && e.values.on("model.moe_shared_expert_overlap")
     }),
@@ -128,12 +133,13 @@ pub const FEATURES: &[Feature] = &[
                 && (ahead != Some(0) || (e.values.is_set(layers) && e.values.int(layers).is_none()))
         },
     ),
-    not_built("a vision tower", "no option replaces it", |e| e.values.is_set("model.vision")),
     not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
     not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
         let scaling = e.values.get("model.rope_scaling");
         let yarn = scaling.get("type").and_then(serde_json::Value::as_str) == Some("yarn");
-        let built = |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn);
+        let sections = e.values.is_set("model.mrope_section");
+        let built =
+            |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn) || (t == "mrope" && sections);
         e.values.text("model.position_embedding_type").is_some_and(|t| !built(t))
     }),
     not_built(

@@ -81,6 +81,7 @@ impl Stack<'_> {
             base: m.rotary_base,
             qk_norm: m.qk_layernorm.then_some(m.layernorm_epsilon),
             scaling: m.rope_scaling,
+            axes: self.text_axes(),
             zero_centered: m.zero_centered_norms,
             gated: m.attention_output_gate,
             bias: m.qkv_bias() && !m.qk_layernorm && !m.attention_output_gate,

@@ -11,6 +11,7 @@ mod head;
 #[cfg(test)]
 mod launches;
 mod linear;
+mod linear_biased;
 mod mamba;
 mod mla;
 mod mlp;
@@ -23,8 +24,8 @@ pub mod share;
 pub mod shrink;
 mod step;
 #[cfg(test)]
-#[cfg(test)]
 pub mod testing;
+mod vision;
 mod weights;
 
 pub use moe::capacity;

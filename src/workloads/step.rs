@@ -113,6 +113,7 @@ impl Stack<'_> {
                     Sublayer::DeltaNet => self.delta_net_forward(l, x)?,
                 };
             }
+            x = self.deepstack_forward(l, x);
             self.recomputed_layer(l, x);
         }
         Ok((x, inputs))
@@ -125,6 +126,7 @@ impl Stack<'_> {
         mut inputs: Vec<BufId>,
     ) -> Result<BufId, WorkloadError> {
         for l in layers.rev() {
+            self.deepstack_backward(l, dx);
             for sublayer in sublayers(self.share.layers[l].kind)?.iter().rev() {
                 let x = inputs
                     .pop()
@@ -241,7 +243,8 @@ impl Stack<'_> {
             &[self.words, ids, labels],
         );
         let mtp = self.mtp_tokens(mb)?;
-        Ok(Some(MicroBatch { main: Tokens { ids, labels }, mtp }))
+        let pixels = self.pixels(mb);
+        Ok(Some(MicroBatch { main: Tokens { ids, labels }, mtp, pixels }))
     }
 
     /// The chunk's layers, and whether the model begins and ends with it.
@@ -261,7 +264,10 @@ impl Stack<'_> {
     ) -> Result<InFlight, WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let x = match tokens.filter(|_| first) {
-            Some(t) => self.embed_as("embedding", t.main.ids)?,
+            Some(t) => {
+                let x = self.embed_as("embedding", t.main.ids)?;
+                self.vision_forward(t.pixels, x)?
+            }
             None => self.receive(chunk, "input", GIVEN_INPUT_STD, Pass::Forward),
         };
         let (out, inputs) = self.forward(layers, x)?;
@@ -294,7 +300,10 @@ impl Stack<'_> {
         };
         let dx = self.backward(layers, dout, passed.inputs)?;
         match tokens.filter(|_| first) {
-            Some(t) => self.embed_backward(t.main.ids, dx)?,
+            Some(t) => {
+                let dx = self.vision_backward(t.pixels, dx)?;
+                self.embed_backward(t.main.ids, dx)?
+            }
             None => self.send("input_grad", dx, Pass::Backward),
         }
         Ok(())
@@ -337,6 +346,8 @@ impl Stack<'_> {
 struct MicroBatch {
     main: Tokens,
     mtp: Vec<Tokens>,
+    /// Flattened patches of the images, where the rank has the tower.
+    pixels: Option<BufId>,
 }
 
 #[derive(Debug, Clone, Copy)]

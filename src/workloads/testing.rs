@@ -42,6 +42,8 @@ pub fn dense() -> RunConfig {
             rotary_base: 1e4,
             rotary_percent: 1.0,
             rope_scaling: None,
+            mrope_section: None,
+            vision: None,
             tied_embeddings: false,
             init_method_std: 0.02,
             attention_dropout: 0.0,
@@ -158,6 +160,26 @@ pub fn padded() -> RunConfig {
         moe.pad_to_capacity = true;
         moe.force_load_balancing = false;
     }
+    cfg
+}
+
+/// A vision-language model in small: two blocks on an image of 4 x 4 patches at position 2, DeepStack after the first,
+/// M-RoPE.
+pub fn vision() -> RunConfig {
+    let mut cfg = dense();
+    cfg.model.qk_layernorm = true;
+    cfg.model.mrope_section = Some([4, 2, 2]);
+    cfg.model.vision = Some(Vision {
+        depth: 2,
+        hidden_size: 16,
+        ffn_hidden_size: 24,
+        num_heads: 2,
+        patch_values: 24,
+        table_side: 6,
+        side: 4,
+        start: 2,
+        deepstack: vec![0],
+    });
     cfg
 }
 

@@ -2,7 +2,7 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, delta_net, head, mamba, mlp, moe, mtp, sublayers};
+use super::{Sublayer, WorkloadError, attention, delta_net, head, mamba, mlp, moe, mtp, sublayers, vision};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};
@@ -110,6 +110,9 @@ impl Weights {
         // Multi-token prediction embeds tokens at the other end of the model.
         if (share.has_embedding || share.mtp_layers > 0) && !cfg.stack_only {
             specs.push(head::embedding_weight(cfg, share));
+        }
+        if share.has_embedding && !cfg.stack_only {
+            specs.extend(vision::weights(cfg));
         }
         for &LocalLayer { index, kind } in &share.layers {
             for sublayer in sublayers(kind)? {

@@ -19,7 +19,20 @@ pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
         share.layers.iter().map(|l| layer(l.kind, cfg, share, cfg.model.window_of(l.index))).sum();
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
-    (layers + PER_WEIGHT * head + ahead(cfg, share, head)) * cfg.batch.num_microbatches as f64
+    let tower = if share.has_embedding { tower(cfg) } else { 0.0 };
+    (layers + PER_WEIGHT * head + ahead(cfg, share, head) + tower) * cfg.batch.num_microbatches as f64
+}
+
+/// The image tower on one image a sequence: patch product, blocks in which every patch sees every patch, mergers of four
+/// patches' rows to a token. Nothing comes before the patches, so their product has no gradient of its input.
+fn tower(cfg: &RunConfig) -> f64 {
+    let Some(v) = &cfg.model.vision else { return 0.0 };
+    let (patches, h) = (cfg.batch.micro_batch_size * v.side * v.side, v.hidden_size);
+    let first = 4.0 * product(&[patches, v.patch_values, h]);
+    let weights = product(&[v.depth, 4 * h + 2 * v.ffn_hidden_size, h, patches]);
+    let scores = 4.0 * product(&[v.depth, patches, v.side * v.side, h]);
+    let mergers = product(&[1 + v.deepstack.len(), patches / 4, 4 * h, 4 * h + cfg.model.hidden_size]);
+    first + PER_WEIGHT * (weights + mergers) + BOTH_PASSES * scores
 }
 
 /// Multi-token prediction, where the rank has it: for each depth its layers, a projection from 2h to h, and the head.

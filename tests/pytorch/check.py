@@ -35,8 +35,8 @@ class Stored(torch.autograd.Function):
 def gradients_of_storage(cfg, w, step):
     """Gradients of the step when PyTorch stores in bf16 what mbperf does."""
     w = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
-    places = [(F, n) for n in ("linear", "rms_norm", "silu", "conv1d", "scaled_dot_product_attention")]
-    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe")]
+    places = [(F, n) for n in ("linear", "rms_norm", "layer_norm", "silu", "gelu", "conv1d", "scaled_dot_product_attention")]
+    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe", "block", "merger")]
     kept = [getattr(*place) for place in places]
     try:
         for (owner, name), f in zip(places, kept):
@@ -90,9 +90,27 @@ def angles(positions, m, rotary):
     return (size * angle.cos()).float()[None, :, None], (size * angle.sin()).float()[None, :, None]
 
 
-def rope(x, positions, m, rotary):
-    """x [b, s, heads, d]; rotate-half on the first `rotary` elements."""
-    c, s = angles(positions, m, rotary)
+def text_angles(s, m, rotary):
+    """The same for a whole sequence, by interleaved M-RoPE where an image lies in it."""
+    v, section = m.get("vision"), m.get("mrope_section")
+    if not v or not section:
+        return angles(torch.arange(s), m, rotary)
+    side, start = v["side"] // 2, v["start"]
+    grid = torch.arange(side)
+    image = torch.stack([torch.zeros(side, side).long(), grid[:, None].expand(side, side), grid[None].expand(side, side)])
+    before, after = torch.arange(start), torch.arange(s - start - side * side) + start + side
+    places = torch.cat([before.expand(3, -1), image.reshape(3, -1) + start, after.expand(3, -1)], 1)
+    pairs = rotary // 2
+    by_axis = torch.zeros(pairs).long()
+    by_axis[1 : 3 * section[1] : 3], by_axis[2 : 3 * section[2] : 3] = 1, 2
+    inv = m["rotary_base"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = places[by_axis].T.double() * inv
+    return angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+
+
+def rope(x, turns, rotary):
+    """x [b, s, heads, d]; rotate-half on the first `rotary` elements, by cos and sin."""
+    c, s = turns
     a, b, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
     return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
 
@@ -145,8 +163,9 @@ class Step:
         q, k, v = q.view(b, s, nq, d), k.view(b, s, nkv, d), v.view(b, s, nkv, d)
         if m["qk_layernorm"]:
             q, k = self.norm(q, p + "q_norm.weight"), self.norm(k, p + "k_norm.weight")
-        pos, rot = torch.arange(s), int(d * m["rotary_percent"])
-        q, k = rope(q, pos, m, rot), rope(k, pos, m, rot)
+        rot = int(d * m["rotary_percent"])
+        turns = text_angles(s, m, rot)
+        q, k = rope(q, turns, rot), rope(k, turns, rot)
         k, v = (t.repeat_interleave(nq // nkv, 2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         seen = self.seen(i, s)
@@ -328,13 +347,63 @@ class Step:
             out = out + (shared if gate is None else torch.sigmoid(F.linear(y, gate.view(1, -1))) * shared)
         return x + out.view_as(x)
 
+    def layer_norm(self, x, name):
+        return self.biased(F.layer_norm(x, (x.shape[-1],), self.w[name + ".weight"].view(-1), eps=1e-6), name)
+
+    def block(self, i, x, side):
+        """One block of the image tower; x [images, patches, h], patches row by row."""
+        v, p = self.m["vision"], f"vision.block{i}."
+        n, (images, patches, h) = v["num_heads"], x.shape
+        d = h // n
+        q, k, val = (t.view(images, patches, n, d) for t in self.linear(self.layer_norm(x, p + "norm1"), p + "qkv").chunk(3, -1))
+        inv = 1e4 ** (-torch.arange(0, d // 2, 2, dtype=torch.float64) / (d // 2))
+        at = torch.arange(patches)
+        angle = torch.cat([(at // side)[:, None] * inv, (at % side)[:, None] * inv], 1)
+        turns = angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+        q, k = rope(q, turns, d), rope(k, turns, d)
+        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, val)))
+        x = x + self.linear(o.transpose(1, 2).reshape(images, patches, h), p + "proj")
+        return x + self.linear(F.gelu(self.linear(self.layer_norm(x, p + "norm2"), p + "fc1"), approximate="tanh"), p + "fc2")
+
+    def merger(self, name, x, side, normed_after):
+        """Four neighbours of a square to one token."""
+        images, _, h = x.shape
+        x = x if normed_after else self.layer_norm(x, name + ".norm")
+        x = x.view(images, side // 2, 2, side // 2, 2, h).permute(0, 1, 3, 2, 4, 5).reshape(images, -1, 4 * h)
+        x = self.layer_norm(x, name + ".norm") if normed_after else x
+        return self.linear(F.gelu(self.linear(x, name + ".fc1"), approximate="tanh"), name + ".fc2")
+
+    def tower(self):
+        """Merged tokens [images, tokens, hidden] and DeepStack's. The dumped patches come in squares of four; here they
+        are put back row by row."""
+        v, images = self.m["vision"], self.cfg["batch"]["micro_batch_size"]
+        side, h = v["side"], v["hidden_size"]
+        pixels = self.step["pixels.mb0"].view(images, side // 2, side // 2, 2, 2, -1)
+        x = self.linear(pixels.permute(0, 1, 3, 2, 4, 5).reshape(images, side * side, -1), "vision.patch")
+        table = self.w["vision.position.weight"].view(v["table_side"], v["table_side"], h).permute(2, 0, 1)[None]
+        positions = F.interpolate(table, size=(side, side), mode="bilinear", align_corners=True)
+        x = x + positions[0].permute(1, 2, 0).reshape(side * side, h)
+        levels = []
+        for i in range(v["depth"]):
+            x = self.block(i, x, side)
+            if i in v["deepstack"]:
+                levels.append(self.merger(f"vision.deepstack{len(levels)}", x, side, True))
+        return self.merger("vision.merger", x, side, False), levels
+
     def run(self):
         b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]
         ids = self.step["ids.mb0"].long().view(b, s)
         labels = self.step["labels.mb0"].long().view(-1)
         x = F.embedding(ids, self.w["embedding.weight"])
+        vision, levels, layers = self.m.get("vision"), [], len(self.m["layers"])
+        if vision:
+            merged, levels = self.tower()
+            first, last = vision["start"], vision["start"] + merged.shape[1]
+            x = torch.cat([x[:, :first], merged, x[:, last:]], 1)
         for i, kind in enumerate(self.m["layers"]):
             x = self.layer(i, i, kind, x)
+            for level in levels[i : i + 1] if i + 1 < layers else levels[i:]:
+                x = x + F.pad(level, (0, 0, first, s - last))
         y = self.norm(x, "final_norm.weight")
         head = self.w.get("head.weight", self.w["embedding.weight"])
         entropy = lambda y, labels: F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)

@@ -47,6 +47,8 @@ fn specs() -> Vec<SdpaSpec> {
                 q_heads,
                 kv_heads,
                 seq,
+                kv_seq: seq,
+                causal: true,
                 head_dim,
                 head_dim_v,
                 scale_bits,
