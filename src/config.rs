@@ -153,6 +153,9 @@ pub struct Model {
     /// An image tower before the decoder, and an image in every sequence.
     #[serde(default)]
     pub vision: Option<Vision>,
+    /// A diffusion transformer on video latents: no vocabulary, no causal mask.
+    #[serde(default)]
+    pub diffusion: Option<Diffusion>,
     pub tied_embeddings: bool,
     pub init_method_std: f64,
     pub attention_dropout: f64,
@@ -191,6 +194,40 @@ impl Model {
     /// Whether q, k and v have a bias.
     pub fn qkv_bias(&self) -> bool {
         self.add_qkv_bias || self.add_bias_linear
+    }
+}
+
+/// Sizes of a diffusion transformer around its blocks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Diffusion {
+    /// Numbers of a patch of latents before and after the blocks: channels x frames x height x width.
+    pub in_values: usize,
+    pub out_values: usize,
+    /// Width of the time step's sines and cosines.
+    pub freq_dim: usize,
+    /// Tokens of text of a sequence, and their width as given.
+    pub text_len: usize,
+    pub text_dim: usize,
+    /// Width of the embedded text.
+    pub context_size: usize,
+}
+
+impl Diffusion {
+    /// Frames, rows and columns of patches of the video that Megatron-Bridge's mock data makes (24 x 104 x 60 latents in patches
+    /// of 1 x 2 x 2, `diffusion/data/wan/wan_mock_datamodule.py`): the length of a sequence unless another is given.
+    pub const VIDEO: [usize; 3] = [24, 52, 30];
+
+    /// Frames, rows and columns of a video of `tokens` patches: frames of that size where they fill them, else factors that
+    /// are near one another.
+    pub fn grid(tokens: usize) -> [usize; 3] {
+        let [_, height, width] = Self::VIDEO;
+        if tokens > 0 && tokens.is_multiple_of(height * width) {
+            return [tokens / (height * width), height, width];
+        }
+        let factor = |n: usize| (1..=n.isqrt()).rev().find(|f| n.is_multiple_of(*f)).unwrap_or(1);
+        let width = factor(tokens);
+        let height = factor(tokens / width);
+        [tokens / width / height, height, width]
     }
 }
 

@@ -133,7 +133,28 @@ pub const FEATURES: &[Feature] = &[
                 && (ahead != Some(0) || (e.values.is_set(layers) && e.values.int(layers).is_none()))
         },
     ),
-    not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
+    not_built(
+        "a diffusion transformer with pipeline stages, experts, sinks or windows, or without norms over all heads",
+        "give -pp 1, and set model.qk_layernorm=true model.softmax_type=vanilla model.window_size=null",
+        |e| {
+            let v = &e.values;
+            let of = v.get("model.diffusion");
+            let on = |key: &str| of.get(key).and_then(serde_json::Value::as_bool).unwrap_or(false);
+            let plain = e.layers.iter().all(|l| *l == LayerKind::Dense)
+                && v.on("model.qk_layernorm")
+                && v.on("model.add_bias_linear")
+                && on("layernorm_across_heads")
+                && on("rotary_interleaved")
+                && v.text("model.activation") == Some("gelu")
+                && !v.on("model.multi_latent_attention")
+                && v.text("model.softmax_type").is_none_or(|t| t == "vanilla")
+                && !v.is_set("model.window_size")
+                && !e.nonzero("model.attention_dropout")
+                && !e.nonzero("model.hidden_dropout")
+                && v.int("model.mtp_num_layers").unwrap_or(0) == 0;
+            !of.is_null() && (!plain || crate::rules::layout_of(e).pp > 1)
+        },
+    ),
     not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
         let scaling = e.values.get("model.rope_scaling");
         let yarn = scaling.get("type").and_then(serde_json::Value::as_str) == Some("yarn");
@@ -156,7 +177,8 @@ pub const FEATURES: &[Feature] = &[
         "set model.activation=swiglu",
         |e| {
             let built = ["swiglu", "squared_relu", "quick_geglu_clamped"];
-            e.values.text("model.activation").is_some_and(|a| !built.contains(&a))
+            let of_diffusion = |a: &str| a == "gelu" && e.values.is_set("model.diffusion");
+            e.values.text("model.activation").is_some_and(|a| !built.contains(&a) && !of_diffusion(a))
         },
     ),
     not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {

@@ -3,7 +3,7 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model,
+    Activation, Batch, DeltaNet, Diffusion, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model,
     Moe, Optimizer, Recompute, RunConfig, ScoreFunction, Vision, Window,
 };
 use crate::ops::rope::RopeScaling;
@@ -103,7 +103,7 @@ pub fn config(
         batch: Batch {
             micro_batch_size: micro,
             global_batch_size: global,
-            seq_length: size(e, "dataset.seq_length"),
+            seq_length: sequence(e),
             num_microbatches_recipe: job,
             num_microbatches: run,
         },
@@ -185,6 +185,7 @@ fn model(e: &Effective) -> Model {
         rope_scaling: rope_scaling(v),
         mrope_section: mrope_section(v),
         vision: vision(v),
+        diffusion: diffusion(v, hidden),
         tied_embeddings: v.on("model.share_embeddings_and_output_weights"),
         init_method_std: v.float("model.init_method_std").unwrap_or(0.02),
         attention_dropout: v.float("model.attention_dropout").unwrap_or(0.0),
@@ -242,6 +243,31 @@ fn vision(v: &Values) -> Option<Vision> {
         start: TOKENS_BEFORE,
         deepstack: list("deepstack_visual_indexes"),
     })
+}
+
+fn diffusion(v: &Values, hidden: usize) -> Option<Diffusion> {
+    let of = v.get("model.diffusion");
+    let or = |key: &str, unset: usize| of.get(key).and_then(serde_json::Value::as_u64).map_or(unset, |n| n as usize);
+    let patch = or("patch_temporal", 1) * or("patch_spatial", 1).pow(2);
+    (!of.is_null()).then(|| Diffusion {
+        in_values: or("in_channels", 0) * patch,
+        out_values: or("out_channels", 0) * patch,
+        freq_dim: or("freq_dim", 0),
+        text_len: or("text_len", 0),
+        text_dim: or("text_dim", 0),
+        context_size: or("crossattn_emb_size", hidden),
+    })
+}
+
+/// Tokens of a sequence. A diffusion recipe's own length is a number that its model never reads: a video's patches stand for
+/// it unless a length was given.
+fn sequence(e: &Effective) -> usize {
+    let given = e.args.training.seq_length.is_some()
+        || ["dataset.seq_length", "model.seq_length"].iter().any(|key| e.explicit.contains(*key));
+    if e.values.is_set("model.diffusion") && !given {
+        return Diffusion::VIDEO.iter().product();
+    }
+    size(e, "dataset.seq_length")
 }
 
 fn mla(e: &Effective) -> Mla {

@@ -4,6 +4,7 @@
 
 mod attention;
 mod delta_net;
+mod dit;
 mod expert_bias;
 #[cfg(test)]
 mod gradients;

@@ -34,6 +34,10 @@ const TOWER_HEADS: usize = 2;
 const TOWER_FFN: usize = 96;
 const TOWER_SIDE: usize = 8;
 const TOWER_TABLE: usize = 12;
+/// Text of a diffusion transformer, its width, and that of the time step's sines.
+const TEXT: usize = 16;
+const TEXT_WIDTH: usize = 64;
+const TIME_WIDTH: usize = 32;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
 /// Most pipeline stages: a first, a last and stages between; and most model chunks of one.
@@ -98,6 +102,12 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
     m.kv_channels = m.kv_channels.min(HEAD_WIDTH);
     if let Some(section) = &mut m.mrope_section {
         *section = section.map(|n| n * m.kv_channels / pairs.max(1));
+    }
+    if let Some(d) = &mut m.diffusion {
+        d.text_len = d.text_len.min(TEXT);
+        d.text_dim = d.text_dim.min(TEXT_WIDTH);
+        d.freq_dim = d.freq_dim.min(TIME_WIDTH);
+        d.context_size = d.context_size.min(m.hidden_size);
     }
     if let Some(tower) = &mut m.vision {
         // The last block's output is merged anyway; DeepStack takes from those before it.

@@ -44,6 +44,7 @@ pub fn dense() -> RunConfig {
             rope_scaling: None,
             mrope_section: None,
             vision: None,
+            diffusion: None,
             tied_embeddings: false,
             init_method_std: 0.02,
             attention_dropout: 0.0,
@@ -179,6 +180,24 @@ pub fn vision() -> RunConfig {
         side: 4,
         start: 2,
         deepstack: vec![0],
+    });
+    cfg
+}
+
+/// A diffusion transformer in small: two blocks on a video of 4 x 2 x 2 patches, 6 tokens of text.
+pub fn diffusion() -> RunConfig {
+    let mut cfg = dense();
+    cfg.model.num_query_groups = 4;
+    cfg.model.activation = Activation::Gelu;
+    cfg.model.qk_layernorm = true;
+    (cfg.model.add_bias_linear, cfg.model.add_qkv_bias) = (true, true);
+    cfg.model.diffusion = Some(Diffusion {
+        in_values: 8,
+        out_values: 8,
+        freq_dim: 16,
+        text_len: 6,
+        text_dim: 24,
+        context_size: 40,
     });
     cfg
 }
