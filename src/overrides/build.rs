@@ -3,8 +3,8 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, DeltaNet, Diffusion, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba, Mla, Model,
-    Moe, Optimizer, Recompute, RunConfig, ScoreFunction, Vision, Window,
+    Activation, Batch, DeltaNet, Diffusion, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba,
+    Mla, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction, Vision, Window,
 };
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::scaling::{Llama3, Yarn};
@@ -247,7 +247,9 @@ fn vision(v: &Values) -> Option<Vision> {
 
 fn diffusion(v: &Values, hidden: usize) -> Option<Diffusion> {
     let of = v.get("model.diffusion");
-    let or = |key: &str, unset: usize| of.get(key).and_then(serde_json::Value::as_u64).map_or(unset, |n| n as usize);
+    let or = |key: &str, unset: usize| {
+        of.get(key).and_then(serde_json::Value::as_u64).map_or(unset, |n| n as usize)
+    };
     let patch = or("patch_temporal", 1) * or("patch_spatial", 1).pow(2);
     (!of.is_null()).then(|| Diffusion {
         in_values: or("in_channels", 0) * patch,

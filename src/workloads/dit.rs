@@ -54,7 +54,12 @@ fn table(name: String, slots: usize, hidden: usize) -> Spec {
 }
 
 /// Weights of a block's attention part.
-pub(super) fn attention_weights(cfg: &RunConfig, d: &Diffusion, share: &RankShare, index: usize) -> Vec<Spec> {
+pub(super) fn attention_weights(
+    cfg: &RunConfig,
+    d: &Diffusion,
+    share: &RankShare,
+    index: usize,
+) -> Vec<Spec> {
     let (m, h, std) = (&cfg.model, cfg.model.hidden_size, cfg.model.init_method_std);
     let (q, all) = (share.heads * m.kv_channels, m.num_attention_heads * m.kv_channels);
     let name = |what: &str| format!("layer{index}.{what}");
@@ -281,10 +286,8 @@ impl Stack<'_> {
         let dslots = self.named("dit.dslots", &[s.sequences, SLOTS * s.h]);
         self.b.launch(ToBf16 { len: s.sequences * SLOTS * s.h, add: false }, &[sum, dslots]);
         let [curved, time] = ["dit.time.silu", "dit.time2.out"].map(|n| self.named(n, &[s.sequences, s.h]));
-        let dcurved =
-            self.product_backward(s.time("dit.time3", s.h, SLOTS * s.h), curved, dslots, None)?;
-        let [through, dtime] =
-            ["dit.dsilu", "dit.dtime2"].map(|n| self.named(n, &[s.sequences, s.h]));
+        let dcurved = self.product_backward(s.time("dit.time3", s.h, SLOTS * s.h), curved, dslots, None)?;
+        let [through, dtime] = ["dit.dsilu", "dit.dtime2"].map(|n| self.named(n, &[s.sequences, s.h]));
         let op = CurveBwd { rows: s.sequences, cols: s.h, curve: Curve::Silu, bias: false };
         self.b.launch(op, &[time, dcurved, through]);
         self.b.launch(ToBf16 { len: s.sequences * s.h, add: true }, &[of_head, through, dtime]);
@@ -381,8 +384,7 @@ impl Stack<'_> {
         let table = self.weights.get(&format!("{name}.mod.weight"))?;
         let stats = self.f32_named(&format!("{name}.norm.stats"), &[s.split, 2]);
         let dx = self.named(&format!("{name}.norm.dx"), &[s.split, s.h]);
-        let op =
-            LayerNormBwd { rows: s.split, hidden: s.h, modulation: Some(m), residual: dres.is_some() };
+        let op = LayerNormBwd { rows: s.split, hidden: s.h, modulation: Some(m), residual: dres.is_some() };
         let parts = op.parts();
         let partial = self.f32_named(&format!("{name}.norm.partial"), &[m.sequences * parts, 2 * s.h]);
         let mut args = vec![x, stats, dy, table.value, time];
@@ -476,7 +478,13 @@ impl Stack<'_> {
     }
 
     /// Bias, norm and rotation of a product's parts; returns them. `weights`: of the norms. Activations `<name>.0` and on.
-    fn wide_norm(&mut self, name: &str, shape: WideShape, x: BufId, norms: &[&str]) -> Result<Vec<BufId>, WorkloadError> {
+    fn wide_norm(
+        &mut self,
+        name: &str,
+        shape: WideShape,
+        x: BufId,
+        norms: &[&str],
+    ) -> Result<Vec<BufId>, WorkloadError> {
         let bias = self.weights.get(&format!("{name}.bias"))?;
         let mut args = vec![x, bias.value];
         for norm in norms {
@@ -574,7 +582,13 @@ impl Stack<'_> {
         self.cross_forward(l, &s, context, x)
     }
 
-    fn cross_forward(&mut self, l: usize, s: &Sizes, context: BufId, x: BufId) -> Result<BufId, WorkloadError> {
+    fn cross_forward(
+        &mut self,
+        l: usize,
+        s: &Sizes,
+        context: BufId,
+        x: BufId,
+    ) -> Result<BufId, WorkloadError> {
         let index = self.share.layers[l].index;
         let n = |what: &str| format!("layer{index}.{what}");
         let eps = self.cfg.model.layernorm_epsilon;
@@ -678,7 +692,13 @@ impl Stack<'_> {
     }
 
     /// Gradient of cross-attention's input; that of the text is added up over the layers.
-    fn cross_backward(&mut self, l: usize, s: &Sizes, context: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
+    fn cross_backward(
+        &mut self,
+        l: usize,
+        s: &Sizes,
+        context: BufId,
+        dout: BufId,
+    ) -> Result<BufId, WorkloadError> {
         let index = self.share.layers[l].index;
         let n = |what: &str| format!("layer{index}.{what}");
         let bias = self.weights.get(&n("cross.proj.bias"))?;
@@ -709,8 +729,7 @@ impl Stack<'_> {
         let kv = self.weights.get(&n("cross.kv.weight"))?;
         let (rows, wide, ce) = (s.text, 2 * s.q, s.d.context_size);
         self.weight_gradient(kv.grad, dkv, context, rows, wide, ce);
-        let later =
-            (l + 1 < self.share.layers.len()).then(|| self.act(l + 1, "cross.dcontext", &[rows, ce]));
+        let later = (l + 1 < self.share.layers.len()).then(|| self.act(l + 1, "cross.dcontext", &[rows, ce]));
         let dcontext = self.act(l, "cross.dcontext", &[rows, ce]);
         self.data_gradient(dcontext, dkv, kv.value, rows, wide, ce, later);
         let y = self.named(&n("cross.norm.out"), &[s.split, s.h]);
@@ -722,7 +741,12 @@ impl Stack<'_> {
     }
 
     /// `x + gate * mlp(modulated norm(x))`.
-    pub(super) fn dit_mlp_forward(&mut self, l: usize, d: &Diffusion, x: BufId) -> Result<BufId, WorkloadError> {
+    pub(super) fn dit_mlp_forward(
+        &mut self,
+        l: usize,
+        d: &Diffusion,
+        x: BufId,
+    ) -> Result<BufId, WorkloadError> {
         self.b.at(Some(l), Part::Mlp, Pass::Forward);
         let s = self.sizes(d);
         let index = self.share.layers[l].index;

@@ -2,7 +2,9 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, delta_net, dit, head, mamba, mlp, moe, mtp, sublayers, vision};
+use super::{
+    Sublayer, WorkloadError, attention, delta_net, dit, head, mamba, mlp, moe, mtp, sublayers, vision,
+};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};

@@ -36,7 +36,7 @@ def gradients_of_storage(cfg, w, step):
     """Gradients of the step when PyTorch stores in bf16 what mbperf does."""
     w = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
     places = [(F, n) for n in ("linear", "rms_norm", "layer_norm", "silu", "gelu", "conv1d", "scaled_dot_product_attention")]
-    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe", "block", "merger")]
+    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe", "block", "merger", "video_block", "modulated")]
     kept = [getattr(*place) for place in places]
     try:
         for (owner, name), f in zip(places, kept):
@@ -113,6 +113,16 @@ def rope(x, turns, rotary):
     c, s = turns
     a, b, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
     return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+
+def video_grid(s):
+    """Frames, rows, columns of a video of s patches: frames of 52 x 30, or factors near one another."""
+    if s % (52 * 30) == 0:
+        return s // (52 * 30), 52, 30
+    factor = lambda n: next(f for f in range(math.isqrt(n), 0, -1) if n % f == 0)
+    width = factor(s)
+    height = factor(s // width)
+    return s // width // height, height, width
 
 
 class Step:
@@ -390,7 +400,66 @@ class Step:
                 levels.append(self.merger(f"vision.deepstack{len(levels)}", x, side, True))
         return self.merger("vision.merger", x, side, False), levels
 
+    def video_angles(self, s):
+        """cos and sin [1, s, 1, d / 2] of frames, rows and columns, in that order along a head's pairs."""
+        grid, pairs = video_grid(s), self.m["kv_channels"] // 2
+        frames, height, width = grid
+        place = torch.arange(s)
+        places = (place // (height * width), place // width % height, place % width)
+        counts = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+        angle = torch.cat([p[:, None].double() * 1e4 ** (-torch.arange(n).double() / n) for p, n in zip(places, counts)], 1)
+        return angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+
+    def heads(self, x, norm, turns=None):
+        """Normed over all heads [b, s, heads, d]; neighbours turn."""
+        if norm:
+            x = F.rms_norm(x, (x.shape[-1],), self.w[norm].view(-1), self.m["layernorm_epsilon"])
+        x = x.view(x.shape[0], x.shape[1], -1, self.m["kv_channels"])
+        if turns:
+            (c, s), a, b = turns, x[..., ::2], x[..., 1::2]
+            x = torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
+        return x
+
+    def attend(self, q, k, v):
+        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return o.transpose(1, 2).flatten(2)
+
+    def modulated(self, x, shift, scale):
+        return F.layer_norm(x, (x.shape[-1],), eps=self.m["layernorm_epsilon"]) * (1 + scale) + shift
+
+    def video_block(self, i, x, slots, text, turns):
+        """slots [b, 6, h]: of self-attention and MLP each shift, scale, gate."""
+        p = f"layer{i}."
+        shift, scale, gate = (slots[:, n : n + 1] + self.w[p + "attn.mod.weight"][n] for n in range(3))
+        q, k, v = self.linear(self.modulated(x, shift, scale), p + "attn.qkv").chunk(3, -1)
+        q, k = self.heads(q, p + "attn.q_norm.weight", turns), self.heads(k, p + "attn.k_norm.weight", turns)
+        x = x + gate * self.linear(self.attend(q, k, self.heads(v, None)), p + "attn.proj")
+        y = self.biased(F.layer_norm(x, (x.shape[-1],), self.w[p + "cross.norm.weight"].view(-1), eps=self.m["layernorm_epsilon"]), p + "cross.norm")
+        k, v = self.linear(text, p + "cross.kv").chunk(2, -1)
+        q, k = self.heads(self.linear(y, p + "cross.q"), p + "cross.q_norm.weight"), self.heads(k, p + "cross.k_norm.weight")
+        x = x + self.linear(self.attend(q, k, self.heads(v, None)), p + "cross.proj")
+        shift, scale, gate = (slots[:, 3 + n : 4 + n] + self.w[p + "mlp.mod.weight"][n] for n in range(3))
+        y = F.gelu(self.linear(self.modulated(x, shift, scale), p + "mlp.fc1"), approximate="tanh")
+        return x + gate * self.linear(y, p + "mlp.fc2")
+
+    def run_video(self, d):
+        b, s, h = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"], self.m["hidden_size"]
+        noisy, target = (self.step[n + ".mb0"].view(b, s, -1) for n in ("noisy", "target"))
+        x = self.linear(noisy, "dit.patch")
+        time = self.linear(F.silu(self.linear(self.step["time.mb0"].view(b, -1), "dit.time1")), "dit.time2")
+        slots = self.linear(F.silu(time), "dit.time3").view(b, 6, h)
+        text = self.step["text.mb0"].view(b, d["text_len"], -1)
+        text = self.linear(F.gelu(self.linear(text, "dit.text1"), approximate="tanh"), "dit.text2")
+        for i in range(len(self.m["layers"])):
+            x = self.video_block(i, x, slots, text, self.video_angles(s))
+        shift, scale = (time[:, None] + self.w["dit.head.mod.weight"][n] for n in range(2))
+        loss = F.mse_loss(self.linear(self.modulated(x, shift, scale), "dit.head"), target)
+        loss.backward()
+        return loss.item()
+
     def run(self):
+        if self.m.get("diffusion"):
+            return self.run_video(self.m["diffusion"])
         b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]
         ids = self.step["ids.mb0"].long().view(b, s)
         labels = self.step["labels.mb0"].long().view(-1)

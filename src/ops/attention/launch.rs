@@ -105,9 +105,7 @@ impl Tiles {
         ];
         let padding = tile_width(s.head_dim) - s.head_dim;
         let padding = (padding > 0).then_some(("PADDING", padding));
-        let both_ways = s.bidirectional.then_some(("BIDIRECTIONAL", 1));
-        let all = all.into_iter().chain(padding).chain(both_ways);
-        all.map(|(name, value)| (name, value.to_string())).collect()
+        all.into_iter().chain(padding).map(|(name, value)| (name, value.to_string())).collect()
     }
 }
 
@@ -224,7 +222,11 @@ pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
 
 /// Parameters that end every attention kernel's list: shapes, positions, scale, dropout.
 fn shape_params(s: &AttnShape) -> Vec<Param> {
-    let [(start0, len0), (start1, _)] = s.positions.chunks;
+    let [(start0, len0), (start1, _)] = match s.bidirectional {
+        false => s.positions.chunks,
+        // The same kernels: rows that lie behind all keys see every one.
+        true => [(s.kv_len, s.q_len()), (s.kv_len, 0)],
+    };
     let int = |x: usize| Param::I32(x as i32);
     let mut params = vec![
         int(s.batch()),

@@ -39,12 +39,7 @@ __device__ __forceinline__ int block_again() {
 // Global positions of the query rows: two chunks of the sequence.
 struct Rows {
     int start0, len0, start1;
-#ifdef BIDIRECTIONAL
-    // Every row lies behind all keys, so none is hidden from it.
-    __device__ __forceinline__ int position(int) const { return 0x3fffffff; }
-#else
     __device__ __forceinline__ int position(int i) const { return i < len0 ? start0 + i : start1 + (i - len0); }
-#endif
     // Smallest and largest position of rows a..=b (each chunk ascends).
     __device__ __forceinline__ int lowest(int a, int b) const {
         const int p = position(a);

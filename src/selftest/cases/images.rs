@@ -3,11 +3,15 @@
 use super::{Add, RNG};
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::dropout::Dropout;
+use crate::ops::flow::{FlowLoss, FlowSample};
 use crate::ops::gelu::{Curve, CurveBwd, CurveFwd};
 use crate::ops::image_rows::{ImageRowsBwd, ImageRowsFwd, ImageShape};
+use crate::ops::layer_norm::gate::{GatedResidualBwd, GatedResidualFwd, ModulationGrad, ToBf16};
 use crate::ops::layer_norm::{LayerNormBwd, LayerNormFwd, Modulation};
 use crate::ops::patch_position::{PatchPositionBwd, PatchPositionFwd};
+use crate::ops::rng::Rng;
 use crate::ops::rope::{Axes, Positions, QkvRopeBwd, QkvRopeFwd};
+use crate::ops::wide_norm::{Parts, WideNormBwd, WideNormFwd, WideShape};
 use crate::program::DType;
 use std::sync::Arc;
 
@@ -16,6 +20,8 @@ pub(super) fn add(add: &mut Add) {
     rotary(add);
     norms(add);
     rows(add);
+    gates(add);
+    video(add);
 }
 
 /// As many keys as queries, fewer and more; heads of no whole fragment (the tower's 72), groups, a rank's rows.
@@ -111,5 +117,51 @@ fn rows(add: &mut Add) {
         for (out, accumulate) in [(DType::Bf16, true), (DType::F32, false)] {
             add(Arc::new(PatchPositionBwd { images, side, table_side, hidden, out, accumulate }));
         }
+    }
+}
+
+fn gates(add: &mut Add) {
+    for (rows, hidden, sequences) in [(4, 8, 2), (77, 264, 1), (600, 2048, 2), (33, 5120, 1)] {
+        let of_block = Modulation { sequences, slots: 3, time_slots: 6, time_first: 3 };
+        let of_head = Modulation { sequences, slots: 2, time_slots: 1, time_first: 0 };
+        add(Arc::new(GatedResidualFwd { rows, hidden, modulation: of_block }));
+        add(Arc::new(GatedResidualBwd { rows, hidden, modulation: of_block }));
+        for (modulation, gate_parts, out, accumulate) in [
+            (of_block, Some(rows.min(264)), DType::Bf16, true),
+            (of_block, Some(3), DType::F32, false),
+            (of_head, None, DType::F32, true),
+        ] {
+            let norm_parts = rows.min(17);
+            add(Arc::new(ModulationGrad { hidden, modulation, norm_parts, gate_parts, out, accumulate }));
+        }
+        for with in [false, true] {
+            add(Arc::new(ToBf16 { len: hidden * sequences, add: with }));
+        }
+    }
+}
+
+fn video(add: &mut Add) {
+    let chunks = Positions { batch: 1, seq: 40, chunks: [(20, 20), (100, 20)] };
+    let axes = Some((Axes::Video { height: 4, width: 5 }, 1e4));
+    for (parts, positions, heads, head_dim, rotary) in [
+        (Parts::Qkv, Positions::whole(2, 60), 5, 64, axes),
+        (Parts::Qkv, chunks, 20, 128, axes),
+        (Parts::Qkv, Positions::whole(1, 300), 1, 16, axes),
+        (Parts::Q, Positions::whole(1, 77), 40, 128, None),
+        (Parts::Kv, Positions::whole(1, 33), 3, 40, None),
+    ] {
+        let shape = WideShape { parts, positions, width: heads * head_dim, head_dim, rotary, eps: 1e-6 };
+        add(Arc::new(WideNormFwd { shape: shape.clone() }));
+        add(Arc::new(WideNormBwd { shape }));
+    }
+    let rng = |draw| Rng { draw, ..RNG };
+    for (positions, length, values, frequencies) in
+        [(Positions::whole(5, 12), 12, 8, 16), (chunks, 120, 64, 256)]
+    {
+        let [sample, noise, time] = [11, 12, 13].map(rng);
+        add(Arc::new(FlowSample { positions, length, values, frequencies, sample, noise, time }));
+    }
+    for (tokens, values) in [(1, 8), (77, 64), (130, 264)] {
+        add(Arc::new(FlowLoss { tokens, values, grad_scale: 0.5 }));
     }
 }
