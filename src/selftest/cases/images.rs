@@ -85,6 +85,7 @@ fn norms(add: &mut Add) {
     for (rows, hidden, modulation) in [
         (1, 8, None),
         (77, 1152, None),
+        (12, 264, modulated(2)),
         (515, 264, None),
         (33, 9216, None),
         (130, 2048, modulated(2)),
@@ -145,6 +146,8 @@ fn video(add: &mut Add) {
     let axes = Some((Axes::Video { height: 4, width: 5 }, 1e4));
     for (parts, positions, heads, head_dim, rotary) in [
         (Parts::Qkv, Positions::whole(2, 60), 5, 64, axes),
+        (Parts::Qkv, Positions { batch: 2, seq: 6, chunks: [(3, 3), (45, 3)] }, 3, 16, axes),
+        (Parts::Kv, Positions::whole(1, 9), 3, 24, None),
         (Parts::Qkv, chunks, 20, 128, axes),
         (Parts::Qkv, Positions::whole(1, 300), 1, 16, axes),
         (Parts::Q, Positions::whole(1, 77), 40, 128, None),
