@@ -33,7 +33,7 @@ KIMI="-m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 3"
 OSS="-m gpt_oss -mr gpt_oss_120b -g h100 -c bf16 -pp 1 --num_layers 4"
 NEXT="-m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 4"
 VL="-m qwen_vl -c bf16 --moe_a2a_overlap false"
-WAN="-m wan -mr wan_14b -g h100 model.recompute_granularity=null --num_layers 8"
+WAN="-m wan -mr wan_14b -g h100 model.recompute_granularity=null --max_microbatches 1"
 TE="--cuda_graph_impl transformer_engine"
 
 if wants mamba; then
@@ -66,7 +66,7 @@ if wants images; then
     row qwen3_vl_235b_a22b $VL -mr qwen3_vl_235b_a22b -g b200
     row qwen35_vl_35b_a3b $VL -mr qwen35_vl_35b_a3b -g h100
     row qwen35_vl_122b_a10b $VL -mr qwen35_vl_122b_a10b -g h100 $TE --cuda_graph_scope attn,moe_router,moe_preprocess
-    row qwen35_vl_397b_a17b $VL -mr qwen35_vl_397b_a17b -g b300 --num_layers 16 $TE --cuda_graph_scope attn
+    row qwen35_vl_397b_a17b $VL -mr qwen35_vl_397b_a17b -g b300 --num_layers 24 $TE --cuda_graph_scope attn
     row wan_14b $WAN $TE --cuda_graph_scope attn
 fi
 if wants recompute; then
