@@ -253,3 +253,27 @@ pub fn sort(e: &Effective) -> (Vec<String>, Vec<String>) {
     let reasons = of(State::NotBuilt).map(|f| format!("{} not built yet: {}", f.name, f.note)).collect();
     (approximations, reasons)
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::args::{self, Command};
+    use crate::overrides;
+    use crate::recipe::Catalogue;
+
+    /// A tower's graphs are named for recipes that ask for them, and where nothing else holds the tower.
+    #[test]
+    fn graphs_of_a_tower_are_approximated_only_where_they_are_asked_for() {
+        let catalogue = Catalogue::load(None).unwrap();
+        let named = |line: &str| {
+            let argv = ["mbperf"].into_iter().chain(line.split_whitespace()).map(String::from);
+            let Ok(Command::Run(args)) = args::parse(argv) else { panic!("{line}") };
+            let cfg = overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
+            assert!(cfg.not_built.is_empty(), "{line}: {:?}", cfg.not_built);
+            cfg.approximations.iter().any(|a| a == "vision_graphs")
+        };
+        assert!(named("-m qwen_vl -mr qwen35_vl_35b_a3b -g h100"));
+        assert!(!named("-m qwen_vl -mr qwen35_vl_35b_a3b -g b200"));
+        assert!(!named("-m qwen_vl -mr qwen3_vl_30b_a3b -g b200"));
+        assert!(!named("-m wan -mr wan_14b -g h100"));
+    }
+}

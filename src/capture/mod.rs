@@ -8,6 +8,8 @@
 //!   each has its own (section 6).
 
 #[cfg(test)]
+mod image_tests;
+#[cfg(test)]
 mod pipeline_tests;
 mod staging;
 #[cfg(test)]
