@@ -8,6 +8,8 @@
 //!   each has its own (section 6).
 
 #[cfg(test)]
+mod image_tests;
+#[cfg(test)]
 mod pipeline_tests;
 mod staging;
 #[cfg(test)]
@@ -167,7 +169,9 @@ fn mark_layers(program: &Program, scope: &[Scope]) -> Result<Vec<Option<String>>
     // Last captured launch of each (layer, pass, micro-batch): a gap means two runs.
     let mut last: HashMap<(usize, Pass, usize), usize> = HashMap::new();
     for (i, l) in program.launches.iter().enumerate() {
-        let captured = l.layer.filter(|_| scope.is_empty() || wanted.contains(&l.part));
+        // An image's features are added between the layers, outside their graphs.
+        let captured =
+            l.layer.filter(|_| wanted.contains(&l.part) || (scope.is_empty() && l.part != Part::Vision));
         marks.push(captured.map(|layer| {
             format!("layer {layer} {}", if l.pass == Pass::Forward { "forward" } else { "backward" })
         }));

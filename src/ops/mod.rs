@@ -14,15 +14,20 @@ pub mod cross_entropy;
 pub mod delta_net;
 pub mod dropout;
 pub mod embedding;
+pub mod flow;
 pub mod gated_norm;
+pub mod gelu;
 pub mod gemm;
 pub mod grouped_gemm;
+pub mod image_rows;
+pub mod layer_norm;
 pub mod mamba_conv;
 pub mod mla_rope;
 pub mod moe_permute;
 pub mod optimizer;
 pub mod output_gate;
 pub mod owned_rows;
+pub mod patch_position;
 pub mod rmsnorm;
 pub mod rng;
 pub mod rope;
@@ -35,6 +40,7 @@ pub mod swiglu;
 #[cfg(test)]
 pub mod testing;
 pub mod token_gate;
+pub mod wide_norm;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};

@@ -133,6 +133,8 @@ pub enum Part {
     /// Token generation, step words: outside every graph.
     Step,
     Embedding,
+    /// The image tower, and where its features meet the decoder's tokens.
+    Vision,
     Attn,
     Mlp,
     MoeRouter,
@@ -156,6 +158,7 @@ impl Part {
         match self {
             Part::Step => "step",
             Part::Embedding => "embedding",
+            Part::Vision => "vision",
             Part::Attn => "attn",
             Part::Mlp => "mlp",
             Part::MoeRouter => "moe_router",

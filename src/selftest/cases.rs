@@ -2,6 +2,8 @@
 //!
 //! Over 500 lines: one table of shapes, a function an op family, read side by side with the ops' own folders.
 
+mod images;
+
 use crate::config::ScoreFunction;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::Op;
@@ -52,6 +54,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     moe(&mut add);
     mamba(&mut add);
     delta_net(&mut add);
+    images::add(&mut add);
     out
 }
 
@@ -168,6 +171,7 @@ fn norm_and_rope(add: &mut Add) {
                 base: 5e5,
                 qk_norm,
                 scaling: None,
+                axes: None,
                 zero_centered: gated,
                 gated,
                 bias: false,
@@ -196,6 +200,7 @@ fn norm_and_rope(add: &mut Add) {
             base: 150_000.0,
             qk_norm: Some(1e-5),
             scaling: Some(yarn),
+            axes: None,
             zero_centered: false,
             gated: false,
             bias: false,

@@ -4,6 +4,7 @@
 
 mod attention;
 mod delta_net;
+mod dit;
 mod expert_bias;
 #[cfg(test)]
 mod gradients;
@@ -11,6 +12,7 @@ mod head;
 #[cfg(test)]
 mod launches;
 mod linear;
+mod linear_biased;
 mod mamba;
 mod mla;
 mod mlp;
@@ -23,8 +25,8 @@ pub mod share;
 pub mod shrink;
 mod step;
 #[cfg(test)]
-#[cfg(test)]
 pub mod testing;
+mod vision;
 mod weights;
 
 pub use moe::capacity;

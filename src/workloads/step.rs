@@ -120,6 +120,7 @@ impl Stack<'_> {
                     Sublayer::DeltaNet => self.delta_net_forward(l, x)?,
                 };
             }
+            x = self.deepstack_forward(l, x);
             self.recomputed_layer(l, x);
         }
         Ok((x, inputs))
@@ -132,6 +133,7 @@ impl Stack<'_> {
         mut inputs: Vec<BufId>,
     ) -> Result<BufId, WorkloadError> {
         for l in layers.rev() {
+            self.deepstack_backward(l, dx);
             for sublayer in sublayers(self.share.layers[l].kind)?.iter().rev() {
                 let x = inputs
                     .pop()
@@ -158,6 +160,9 @@ impl Stack<'_> {
         let dout = given(self, "stack.output_grad", GIVEN_GRADIENT_STD);
         let layers = 0..self.share.layers.len();
         let (out, inputs) = self.forward(layers.clone(), x)?;
+        if let Some(d) = &self.cfg.model.diffusion {
+            self.dit_begin_backward(d);
+        }
         let dx = self.backward(layers, dout, inputs)?;
         // Both ends of the stack outlive the step, so that the arms can be compared on them.
         for id in [out, dx] {
@@ -230,6 +235,10 @@ impl Stack<'_> {
             return Ok(None);
         }
         self.draw_for(mb)?;
+        self.b.at(None, Part::Step, Pass::Other);
+        if let Some(d) = &self.cfg.model.diffusion {
+            return Ok(Some(MicroBatch::Video(self.video_sample(d, mb)?)));
+        }
         // They outlive the step, small as they are: static inputs of a full-iteration graph, read by --dump.
         let [ids, labels] = ["ids", "labels"].map(|n| {
             self.b.buffer(
@@ -242,13 +251,13 @@ impl Stack<'_> {
         });
         let rng = self.b.rng("tokens", 0);
         // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
-        self.b.at(None, Part::Step, Pass::Other);
         self.b.launch(
             TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
             &[self.words, ids, labels],
         );
         let mtp = self.mtp_tokens(mb)?;
-        Ok(Some(MicroBatch { main: Tokens { ids, labels }, mtp }))
+        let pixels = self.pixels(mb);
+        Ok(Some(MicroBatch::Text { main: Tokens { ids, labels }, mtp, pixels }))
     }
 
     /// The chunk's layers, and whether the model begins and ends with it.
@@ -268,17 +277,29 @@ impl Stack<'_> {
     ) -> Result<InFlight, WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let x = match tokens.filter(|_| first) {
-            Some(t) => self.embed_as("embedding", t.main.ids)?,
+            Some(MicroBatch::Text { main, pixels, .. }) => {
+                let x = self.embed_as("embedding", main.ids)?;
+                self.vision_forward(*pixels, x)?
+            }
+            Some(MicroBatch::Video(sample)) => match &self.cfg.model.diffusion {
+                Some(d) => self.dit_begin(d, *sample)?,
+                None => return Err(WorkloadError::Internal("a video without its transformer".into())),
+            },
             None => self.receive(chunk, "input", GIVEN_INPUT_STD, Pass::Forward),
         };
         let (out, inputs) = self.forward(layers, x)?;
         let mut mtp = Vec::new();
         match tokens.filter(|_| last) {
-            Some(t) => {
+            Some(MicroBatch::Text { main, mtp: ahead, .. }) => {
                 let y = self.final_norm(out)?;
-                mtp = self.mtp_forward(y, &t.mtp)?;
-                self.head_and_loss(y, t.main.labels, loss)?;
-                self.mtp_losses(&t.mtp)?;
+                mtp = self.mtp_forward(y, ahead)?;
+                self.head_and_loss(y, main.labels, loss)?;
+                self.mtp_losses(ahead)?;
+            }
+            Some(MicroBatch::Video(sample)) => {
+                if let Some(d) = &self.cfg.model.diffusion {
+                    self.dit_head(d, out, *sample, loss)?;
+                }
             }
             None => self.send("output", out, Pass::Forward),
         }
@@ -293,15 +314,30 @@ impl Stack<'_> {
     ) -> Result<(), WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let dout = match tokens.filter(|_| last) {
-            Some(t) => {
-                let of_mtp = self.mtp_backward(passed.mtp, &t.mtp)?;
+            Some(MicroBatch::Text { mtp, .. }) => {
+                let of_mtp = self.mtp_backward(passed.mtp, mtp)?;
                 self.head_backward(passed.out, of_mtp)?
             }
+            Some(MicroBatch::Video(_)) => match &self.cfg.model.diffusion {
+                Some(d) => {
+                    self.dit_begin_backward(d);
+                    self.dit_head_backward(d, passed.out)?
+                }
+                None => return Err(WorkloadError::Internal("a video without its transformer".into())),
+            },
             None => self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward),
         };
         let dx = self.backward(layers, dout, passed.inputs)?;
         match tokens.filter(|_| first) {
-            Some(t) => self.embed_backward(t.main.ids, dx)?,
+            Some(MicroBatch::Text { main, pixels, .. }) => {
+                let dx = self.vision_backward(*pixels, dx)?;
+                self.embed_backward(main.ids, dx)?
+            }
+            Some(MicroBatch::Video(sample)) => {
+                if let Some(d) = &self.cfg.model.diffusion {
+                    self.dit_end(d, *sample, dx)?;
+                }
+            }
             None => self.send("input_grad", dx, Pass::Backward),
         }
         Ok(())
@@ -340,10 +376,16 @@ impl Stack<'_> {
     }
 }
 
-/// Static buffers of one micro-batch: its tokens, and those of every depth of multi-token prediction.
-struct MicroBatch {
-    main: Tokens,
-    mtp: Vec<Tokens>,
+/// Static buffers of one micro-batch.
+enum MicroBatch {
+    Text {
+        main: Tokens,
+        /// Of every depth of multi-token prediction.
+        mtp: Vec<Tokens>,
+        /// Flattened patches of the images, where the rank has the tower.
+        pixels: Option<BufId>,
+    },
+    Video(super::dit::VideoSample),
 }
 
 #[derive(Debug, Clone, Copy)]

@@ -2,7 +2,9 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, delta_net, head, mamba, mlp, moe, mtp, sublayers};
+use super::{
+    Sublayer, WorkloadError, attention, delta_net, dit, head, mamba, mlp, moe, mtp, sublayers, vision,
+};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};
@@ -107,9 +109,16 @@ impl Weights {
         grad_dtype: DType,
     ) -> Result<Self, WorkloadError> {
         let mut specs = Vec::new();
+        let ends = !cfg.stack_only && cfg.model.diffusion.is_none();
+        if let Some(d) = cfg.model.diffusion.as_ref().filter(|_| !cfg.stack_only) {
+            specs.extend(dit::weights(cfg, d));
+        }
         // Multi-token prediction embeds tokens at the other end of the model.
-        if (share.has_embedding || share.mtp_layers > 0) && !cfg.stack_only {
+        if (share.has_embedding || share.mtp_layers > 0) && ends {
             specs.push(head::embedding_weight(cfg, share));
+        }
+        if share.has_embedding && ends {
+            specs.extend(vision::weights(cfg));
         }
         for &LocalLayer { index, kind } in &share.layers {
             for sublayer in sublayers(kind)? {
@@ -122,7 +131,7 @@ impl Weights {
                 });
             }
         }
-        if share.has_loss && !cfg.stack_only {
+        if share.has_loss && ends {
             specs.extend(head::head_weights(cfg, share));
         }
         specs.extend(mtp::weights(cfg, share)?);
