@@ -183,9 +183,19 @@ pub const FEATURES: &[Feature] = &[
     not_built("the allgather dispatcher", "set model.moe_token_dispatcher_type=alltoall", |e| {
         e.moe() && e.dispatcher() == "allgather"
     }),
-    not_built("a rank capacity factor", "set model.moe_expert_rank_capacity_factor=null", |e| {
-        e.moe() && e.values.is_set("model.moe_expert_rank_capacity_factor")
-    }),
+    not_built(
+        "a rank capacity factor without the flex dispatcher and HybridEP",
+        "set model.moe_expert_rank_capacity_factor=null, or --moe_flex_dispatcher_backend hybridep",
+        |e| e.moe() && e.values.is_set("model.moe_expert_rank_capacity_factor") && !e.static_rank_rows(),
+    ),
+    not_built(
+        "one product an expert with a rank capacity factor, which leaves row counts on the device",
+        "give --expert_gemm grouped",
+        |e| {
+            let dropless = e.moe() && !e.drop_and_pad() && e.static_rank_rows();
+            dropless && e.args.mbperf.expert_gemm == crate::config::ExpertGemm::PerExpert
+        },
+    ),
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
     not_built(

@@ -145,6 +145,46 @@ const MAMBA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd ssd_fwd gated_norm_fwd ge
 const MAMBA_B: &str = "gemm gemm gated_norm_bwd column_sum ssd_bwd column_sum \
                        mamba_conv_bwd column_sum gemm gemm rmsnorm_bwd";
 
+/// A rank capacity factor: rows are static and their counts stay on the device, so that whole layers and the iteration
+/// are graphs, without a copy to the host or a wait.
+#[test]
+fn a_rank_capacity_factor_makes_dropless_rows_static() {
+    let with_factor = |factor| {
+        let mut cfg = moe(Dispatcher::Flex);
+        let moe = cfg.model.moe.as_mut().unwrap();
+        moe.rank_capacity_factor = Some(factor);
+        // Balance is not forced, so that experts differ in their rows.
+        moe.force_load_balancing = false;
+        cfg
+    };
+    let cfg = with_factor(1.5);
+    let built = program(&cfg);
+    assert!(!built.launches.iter().any(|l| l.op.host_sync()));
+    let rows = built.buffers.iter().find(|b| b.name.ends_with("l0.moe.rows")).unwrap();
+    assert_eq!(rows.shape[0], cfg.batch.seq_length * 2 * 3 / 2);
+    let sorts = built.launches.iter().filter(|l| l.op.name() == "moe_sort").count();
+    assert_eq!((built.faults.len(), sorts), (2, 4));
+    let full = with_graphs(cfg.clone(), GraphImpl::Local, &[FullIteration]);
+    let arm = plan(program(&full), &full.graph, full.seed).unwrap().graph.unwrap();
+    assert_eq!(arm.segments.iter().filter(|s| s.graph.is_some()).count(), 1);
+    both_arms(&full);
+    let layers = with_graphs(cfg, GraphImpl::TransformerEngine, &[]);
+    let arm = plan(program(&layers), &layers.graph, layers.seed).unwrap().graph.unwrap();
+    assert!(arm.segments.iter().all(|s| {
+        s.graph.is_some()
+            || arm.program.launches[s.launches.clone()]
+                .iter()
+                .all(|l| l.op.name() == "copy" || l.layer.is_none())
+    }));
+    both_arms(&layers);
+    // Fewer rows than arrive: the step is a failure in both arms.
+    let overflow = with_graphs(with_factor(0.9), GraphImpl::Local, &[FullIteration]);
+    let plan = plan(program(&overflow), &overflow.graph, overflow.seed).unwrap();
+    let mut executor = CpuExecutor::new(plan, None, None).unwrap();
+    let why = three_steps(&mut executor, Arm::Eager).unwrap_err().to_string();
+    assert!(why.contains("rank capacity factor"), "{why}");
+}
+
 #[test]
 fn mamba_captures_whole_mamba_layers_alone() {
     let cfg = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Mamba]);

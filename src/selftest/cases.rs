@@ -445,7 +445,11 @@ fn moe(add: &mut Add) {
         (130, 4, 16, false, Some(20)),
     ] {
         let Some(most) = capacity else {
-            add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows: tokens * topk }));
+            // As many rows as arrive; more, as a rank capacity factor has them; fewer, which is a fault.
+            let pairs = tokens * topk;
+            for rows in [pairs, pairs * 3 / 2, pairs * 9 / 10] {
+                add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows }));
+            }
             continue;
         };
         for (padded, by_position) in [(true, false), (true, true), (false, false), (false, true)] {
