@@ -7,7 +7,7 @@ use crate::config::{Dispatcher, LayerKind, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
 use crate::workloads::testing::{
-    deepseek, delta_net, dense, hybrid, moe, padded, program, staged, with_graphs,
+    deepseek, deepseek_v4, delta_net, dense, hybrid, moe, padded, program, staged, with_graphs,
 };
 
 /// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
@@ -386,6 +386,43 @@ fn latent_attention_is_captured_whole_and_experts_keep_their_scopes() {
     assert_eq!(experts[1], format!("G {MLA_F} rmsnorm_fwd {shared} gemm router_fwd moe_sort gather_rows"));
     let last = &experts[experts.len() - 1];
     assert!(last.starts_with("G combine_rows count_add router_bwd") && last.ends_with(MLA_B), "{last}");
+}
+
+const V4_F: &str = "gemm hyper_pre_fwd rmsnorm_fwd gemm gemm rmsnorm_fwd rmsnorm_fwd gemm shared_kv_fwd attention_fwd \
+                    turn_heads_back block_gemm gemm hyper_post_fwd";
+
+/// Hyper-connections lie in the parts that they surround; experts keep their scopes; token ids reach the hash.
+#[test]
+fn deepseek_v4_is_captured_with_its_hyper_connections() {
+    let te = GraphImpl::TransformerEngine;
+    let cfg = with_graphs(deepseek_v4(), te, &[Attn, MoeRouter]);
+    let layer = story(&cfg, 0, 0);
+    let router = "gemm hyper_pre_fwd rmsnorm_fwd gemm clamped_glu_fwd gemm gemm router_fwd";
+    assert_eq!(layer[1], format!("G {V4_F} {router}"));
+    assert!(layer[2].ends_with("combine_rows hyper_post_fwd"), "{}", layer[2]);
+    assert!(layer[3].starts_with("e hyper_post_bwd"), "{}", layer[3]);
+    both_arms(&cfg);
+    let mut blocks = recomputing(cfg, &["mhc", "mla_up_proj"]);
+    both_arms(&blocks);
+    blocks = with_graphs(recomputing(predicting(deepseek_v4(), 1), &["mhc"]), GraphImpl::Local, &[FullIteration]);
+    both_arms(&blocks);
+    let arm = plan(program(&blocks), &blocks.graph, blocks.seed).unwrap().graph.unwrap();
+    assert_eq!(arm.segments.iter().filter(|s| s.graph.is_some()).count(), 1);
+    both_arms(&with_graphs(deepseek_v4(), te, &[]));
+    let mut bare = with_graphs(deepseek_v4(), te, &[Attn]);
+    (bare.stack_only, bare.batch.num_microbatches) = (true, 1);
+    both_arms_without_loss(&bare);
+    // A stage passes streams on, and one without embedding or loss draws token ids where it needs them.
+    for rank in [0, 1] {
+        let mut stage = staged(predicting(deepseek_v4(), 1), 2, 1, rank, 3);
+        if let Some(moe) = &mut stage.model.moe {
+            moe.hash_layers = 3;
+        }
+        let stage = with_graphs(stage, te, &[Attn]);
+        let width = program(&stage).buffers.iter().find(|b| b.name.starts_with("sent.")).unwrap().shape[1];
+        assert_eq!(width, 4 * 64);
+        both_arms_without_loss(&stage);
+    }
 }
 
 #[test]

@@ -170,6 +170,7 @@ fn every_weight_has_the_gradient_of_the_loss() {
         ("hybrid", hybrid()),
         ("delta_net", delta_net()),
         ("gpt_oss", gpt_oss()),
+        ("deepseek_v4", deepseek_v4()),
     ] {
         assert!(check(what, cfg) >= 13, "{what}");
     }

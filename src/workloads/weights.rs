@@ -2,7 +2,7 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, delta_net, head, mamba, mlp, moe, mtp, sublayers};
+use super::{Sublayer, WorkloadError, attention, delta_net, head, hyper, mamba, mlp, moe, mtp, sublayers};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Shard};
@@ -113,6 +113,7 @@ impl Weights {
         }
         for &LocalLayer { index, kind } in &share.layers {
             for sublayer in sublayers(kind)? {
+                specs.extend(hyper::sublayer_weights(cfg, *sublayer, index));
                 specs.extend(match sublayer {
                     Sublayer::Attention => attention::weights(cfg, share, index),
                     Sublayer::Mlp => mlp::weights(cfg, share, index),

@@ -36,7 +36,8 @@ def gradients_of_storage(cfg, w, step):
     """Gradients of the step when PyTorch stores in bf16 what mbperf does."""
     w = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
     places = [(F, n) for n in ("linear", "rms_norm", "silu", "conv1d", "scaled_dot_product_attention")]
-    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe")]
+    places += [(Step, n) for n in ("attention", "latent_attention", "shared_kv_attention", "delta_net", "mamba", "mlp", "moe")]
+    places += [(Step, n) for n in ("one_stream", "back_into_streams")]
     kept = [getattr(*place) for place in places]
     try:
         for (owner, name), f in zip(places, kept):
@@ -133,7 +134,80 @@ class Step:
         o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=scale)
         return x + F.linear(o.transpose(1, 2).reshape(b, s, heads * dv), w("proj"))
 
+    def add(self, x, out):
+        """The residual; hyper-connections add it themselves."""
+        return out if self.m.get("hyper_connections") else x + out
+
+    def shared_kv_attention(self, i, x):
+        """DeepSeek-V4: one key head, which is the value too; rotations as complex factors, of the output back again."""
+        m, p, a = self.m, f"layer{i}.attn.", self.m["shared_kv"]
+        heads, d, rot, eps = m["num_attention_heads"], m["kv_channels"], a["rotary"], m["layernorm_epsilon"]
+        b, s, _ = x.shape
+        w = lambda what: self.w[p + what + ".weight"]
+        compressed = a["compress_ratios"][i] > 0
+        frequencies = dict(m, rotary_base=a["compress_rotary_base"]) if compressed else dict(m, rope_scaling=None)
+        c, sn = (t.squeeze(2)[0] for t in angles(torch.arange(s), frequencies, rot))
+        size = (c.square() + sn.square()).sqrt()  # YaRN's amplitude is left out
+        factor = torch.complex(c / size, sn / size)[None, :, None]
+
+        def turned(t, factor):
+            plain, part = t.split([d - rot, rot], -1)
+            pairs = torch.view_as_complex(part.reshape(*part.shape[:-1], rot // 2, 2).contiguous())
+            return torch.cat([plain, torch.view_as_real(pairs * factor).flatten(-2)], -1)
+
+        y = self.norm(x, p + "norm.weight")
+        q = F.linear(self.norm(F.linear(y, w("q_down")), p + "q_norm.weight"), w("q_up")).view(b, s, heads, d)
+        q = turned(F.rms_norm(q, (d,), None, eps), factor)
+        key = turned(self.norm(F.linear(y, w("kv")), p + "kv_norm.weight")[:, :, None], factor)
+        back = torch.arange(s)[:, None] - torch.arange(s)[None]
+        seen = (back >= 0) & (compressed | (back < a["window"]))
+        scores = (torch.einsum("bihd,bjd->bhij", q, key[:, :, 0]) / math.sqrt(d)).masked_fill(~seen, -math.inf)
+        sink = self.w[p + "sinks"].view(1, heads, 1, 1).expand(b, heads, s, 1)
+        o = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ key[:, None, :, 0]
+        o = turned(o.transpose(1, 2), factor.conj()).reshape(b, s, a["o_groups"], -1)
+        o = torch.einsum("bsgd,grd->bsgr", o, w("group_proj").view(a["o_groups"], a["o_lora_rank"], -1))
+        return self.add(x, F.linear(o.flatten(2), w("proj")))
+
+    def maps(self, x, p, head):
+        """pre, and of a sublayer post and res, of the streams x [b, s, n, h]."""
+        n, eps = x.shape[2], 1e-6
+        flat = x.flatten(2)
+        w = lambda what: self.w[p + what + ".weight"]
+        flat = F.rms_norm(flat, (flat.shape[-1],), None, self.m["layernorm_epsilon"])
+        logits, scale, base = flat @ w("proj").t(), w("scale").view(-1), w("base").view(-1)
+        part = lambda i, a, z: logits[..., a:z] * scale[i] + base[a:z]
+        pre = torch.sigmoid(part(0, 0, n)) + eps
+        if head:
+            return pre, None, None
+        m = torch.softmax(part(2, 2 * n, n * (n + 2)).unflatten(-1, (n, n)), -1) + eps
+        m = m / (m.sum(-2, keepdim=True) + eps)
+        for _ in range(self.m["hyper_connections"]["sinkhorn_iterations"] - 1):
+            m = m / (m.sum(-1, keepdim=True) + eps)
+            m = m / (m.sum(-2, keepdim=True) + eps)
+        return pre, 2 * torch.sigmoid(part(1, n, 2 * n)), m
+
+    def one_stream(self, x, pre):
+        return torch.einsum("bsn,bsnh->bsh", pre, x)
+
+    def back_into_streams(self, x, post, res, out):
+        return torch.einsum("bsij,bsih->bsjh", res, x) + post[..., None] * out[:, :, None]
+
+    def head_stream(self, x, p):
+        """One stream before a last norm."""
+        if not self.m.get("hyper_connections"):
+            return x
+        return self.one_stream(x, self.maps(x, p + "hyper_head.", True)[0])
+
+    def around(self, i, what, sublayer, x):
+        """A sublayer, with hyper-connections around it where the model has them."""
+        if not self.m.get("hyper_connections"):
+            return sublayer(x)
+        pre, post, res = self.maps(x, f"layer{i}.{what}.hyper.", False)
+        return self.back_into_streams(x, post, res, sublayer(self.one_stream(x, pre)))
+
     def attention(self, i, x):
+        if self.m.get("shared_kv"):
+            return self.shared_kv_attention(i, x)
         if self.m.get("mla"):
             return self.latent_attention(i, x)
         m, p = self.m, f"layer{i}.attn."
@@ -189,6 +263,10 @@ class Step:
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return gate * torch.sigmoid(1.702 * gate) * (up + self.m["glu_linear_offset"])
+        if self.m["activation"] == "swiglu_clamped":
+            gate, up = a.chunk(2, -1)
+            limit = self.m["activation_clamp"]
+            return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         if self.m["activation"] == "squared_relu":
             return F.relu(a).square()
         gate, up = a.chunk(2, -1)
@@ -256,13 +334,18 @@ class Step:
         scores = self.step[f"l{local}.moe.scores"]
         index = self.step[f"l{local}.moe.index"].long()
         forced = e["force_load_balancing"] or e["routing"] != "recipe"
-        sigmoid = e["score_function"] == "sigmoid"
+        softplus = e["score_function"] == "sqrtsoftplus"
+        sigmoid = softplus or e["score_function"] == "sigmoid"  # scores of each expert alone
+        hashed = i < e.get("hash_layers", 0)
         if forced:  # the forced logits' values, the gate's gradient
             value = torch.logit(scores) if sigmoid else scores.log()
+            if softplus:
+                value = torch.expm1(scores.double().square()).log().float()
             logits = value + (gate - gate.detach())
         else:
             logits = gate
-        s_all = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+        one_by_one = lambda t: F.softplus(t).sqrt() if softplus else torch.sigmoid(t)
+        s_all = one_by_one(logits) if sigmoid else torch.softmax(logits, -1)
         if sigmoid:
             probs = s_all.gather(1, index)
             if k > 1:
@@ -273,7 +356,12 @@ class Step:
             probs = torch.softmax(logits.gather(1, index), -1)
         if e["topk_scaling_factor"]:
             probs = probs * e["topk_scaling_factor"]
-        if not forced:  # the dumped choice must be the top k of our own scores, but for ties within rounding
+        if hashed:  # distinct experts, the same for all tokens of an id
+            ids = self.step["ids.mb0"].long().view(-1)
+            assert (index.sort(-1).values.diff(dim=-1) > 0).all(), "an expert was chosen twice"
+            same = ids[:, None] == ids[None]
+            assert ((index[:, None] == index[None]).all(-1) | ~same).all(), "experts are no function of the id"
+        elif not forced:  # the dumped choice must be the top k of our own scores, but for ties within rounding
             groups, chosen = e["num_groups"], e["group_topk"]
             if groups > 1:  # the expert bias is still zero: groups by the sum of their best scores
                 grouped = s_all.view(-1, groups, experts // groups)
@@ -326,16 +414,19 @@ class Step:
             shared = self.gated(y, p + "shared.")
             gate = self.w.get(p + "shared.gate.weight")
             out = out + (shared if gate is None else torch.sigmoid(F.linear(y, gate.view(1, -1))) * shared)
-        return x + out.view_as(x)
+        return self.add(x, out.view_as(x))
 
     def run(self):
         b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]
         ids = self.step["ids.mb0"].long().view(b, s)
         labels = self.step["labels.mb0"].long().view(-1)
         x = F.embedding(ids, self.w["embedding.weight"])
+        hyper = self.m.get("hyper_connections")
+        if hyper:
+            x = x[:, :, None].expand(-1, -1, hyper["num_residual_streams"], -1)
         for i, kind in enumerate(self.m["layers"]):
             x = self.layer(i, i, kind, x)
-        y = self.norm(x, "final_norm.weight")
+        y = self.norm(self.head_stream(x, ""), "final_norm.weight")
         head = self.w.get("head.weight", self.w["embedding.weight"])
         entropy = lambda y, labels: F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)
         loss, ahead = entropy(y, labels), torch.zeros(())
@@ -344,11 +435,16 @@ class Step:
             held = 0 if self.m["mtp_repeated"] else k
             p, first = f"mtp{held}.", len(self.m["layers"]) + held * len(kinds)
             e = F.embedding(self.step[f"ids.mtp{k}.mb0"].long().view(b, s), self.w["embedding.weight"])
-            e, y = self.norm(e, p + "embedding_norm.weight"), self.norm(y, p + "hidden_norm.weight")
-            x = F.linear(torch.cat([e, y], -1), self.w[p + "proj.weight"])
+            e = self.norm(e, p + "embedding_norm.weight")
+            if hyper:  # of the streams, each alone
+                y = F.linear(self.norm(x, p + "hidden_norm.weight"), self.w[p + "hidden_proj.weight"])
+                x = F.linear(e, self.w[p + "embedding_proj.weight"])[:, :, None] + y
+            else:
+                y = self.norm(y, p + "hidden_norm.weight")
+                x = F.linear(torch.cat([e, y], -1), self.w[p + "proj.weight"])
             for i, kind in enumerate(kinds):
                 x = self.layer(first + i, len(self.m["layers"]) + k * len(kinds) + i, kind, x)
-            y = self.norm(x, p + "final_norm.weight")
+            y = self.norm(self.head_stream(x, p), p + "final_norm.weight")
             ahead = ahead + entropy(y, self.step[f"labels.mtp{k}.mb0"].long().view(-1))
         if depths:
             ahead = self.m["mtp_loss_scaling_factor"] / depths * ahead
@@ -358,7 +454,7 @@ class Step:
     def layer(self, i, local, kind, x):
         """Layer `i` of the model, number `local` of those that were run."""
         if kind in ("dense", "moe", "attn_only"):
-            x = self.attention(i, x)
+            x = self.around(i, "attn", lambda x: self.attention(i, x), x)
         if kind in ("delta_dense", "delta_moe"):
             x = self.delta_net(i, x)
         if kind in ("dense", "mlp_only", "delta_dense"):
@@ -366,7 +462,7 @@ class Step:
         if kind == "mamba":
             x = self.mamba(i, x)
         if kind in ("moe", "moe_only", "delta_moe"):
-            x = self.moe(i, local, x)
+            x = self.around(i, "moe", lambda x: self.moe(i, local, x), x)
         return x
 
 

@@ -206,6 +206,7 @@ impl Stack<'_> {
         let dy = self.shared_backward(l, &moe, y, dsum, dy_router)?;
         let norm_w = self.moe_weight(l, "norm")?;
         let rstd = self.act_as(l, "moe.norm.rstd", DType::F32, &[d.t]);
-        Ok(self.norm_backward(l, "moe.norm", x, rstd, norm_w, dy, Some(dout)))
+        let residual = (!self.hyper()).then_some(dout);
+        Ok(self.norm_backward(l, "moe.norm", x, rstd, norm_w, dy, residual))
     }
 }
