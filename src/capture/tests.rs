@@ -404,7 +404,8 @@ fn deepseek_v4_is_captured_with_its_hyper_connections() {
     both_arms(&cfg);
     let mut blocks = recomputing(cfg, &["mhc", "mla_up_proj"]);
     both_arms(&blocks);
-    blocks = with_graphs(recomputing(predicting(deepseek_v4(), 1), &["mhc"]), GraphImpl::Local, &[FullIteration]);
+    blocks =
+        with_graphs(recomputing(predicting(deepseek_v4(), 1), &["mhc"]), GraphImpl::Local, &[FullIteration]);
     both_arms(&blocks);
     let arm = plan(program(&blocks), &blocks.graph, blocks.seed).unwrap().graph.unwrap();
     assert_eq!(arm.segments.iter().filter(|s| s.graph.is_some()).count(), 1);

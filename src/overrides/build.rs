@@ -119,7 +119,10 @@ pub fn config(
             method: v.text("model.recompute_method").map(str::to_owned),
             num_layers: v.int("model.recompute_num_layers").map(|n| usize::try_from(n).unwrap_or(0)),
             modules: e.recomputed().into_iter().map(str::to_owned).collect(),
-            mhc_layers: v.int("model.mhc_recompute_layer_num").and_then(|n| usize::try_from(n).ok()).filter(|n| *n > 0),
+            mhc_layers: v
+                .int("model.mhc_recompute_layer_num")
+                .and_then(|n| usize::try_from(n).ok())
+                .filter(|n| *n > 0),
         },
         optimizer: Optimizer {
             kind: match args.mbperf.optimizer {

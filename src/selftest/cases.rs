@@ -18,7 +18,9 @@ use crate::ops::gated_norm::after::{NormGateBwd, NormGateFwd};
 use crate::ops::gated_norm::{GatedNormBwd, GatedNormFwd};
 use crate::ops::gemm::{Accumulate, BlockGemm, Gemm, SeparateGemms};
 use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
-use crate::ops::hyper_connection::{HyperExpand, HyperPostBwd, HyperPostFwd, HyperPreBwd, HyperPreFwd, HyperShape, HyperSum};
+use crate::ops::hyper_connection::{
+    HyperExpand, HyperPostBwd, HyperPostFwd, HyperPreBwd, HyperPreFwd, HyperShape, HyperSum,
+};
 use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
 use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort};
@@ -305,7 +307,9 @@ fn windows_and_sinks(add: &mut Add) {
 
 /// Hyper-connections, heads of shared keys and values, wide heads, block-diagonal products, routers by hash.
 fn deepseek_v4(add: &mut Add) {
-    for (tokens, hidden, streams, iterations) in [(1, 8, 4, 20), (77, 264, 4, 20), (33, 256, 2, 3), (300, 4096, 4, 20)] {
+    for (tokens, hidden, streams, iterations) in
+        [(1, 8, 4, 20), (77, 264, 4, 20), (33, 256, 2, 3), (300, 4096, 4, 20)]
+    {
         let shape = HyperShape { tokens, hidden, streams, iterations, eps: 1e-6, head: false };
         add(Arc::new(HyperPreFwd { shape }));
         add(Arc::new(HyperPreBwd { shape, carried: false }));
@@ -326,8 +330,7 @@ fn deepseek_v4(add: &mut Add) {
         (Positions::whole(2, 77), 3, 512, 64),
         (Positions { batch: 1, seq: 96, chunks: [(48, 48), (144, 48)] }, 8, 264, 8),
     ] {
-        let shape =
-            SharedKvShape { positions, heads, head_dim, rotary, eps: 1e-6, base: 1e4, scaling: None };
+        let shape = SharedKvShape { positions, heads, head_dim, rotary, eps: 1e-6, base: 1e4, scaling: None };
         add(Arc::new(SharedKvFwd { shape }));
         add(Arc::new(SharedKvBwd { shape }));
         for forth in [true, false] {
@@ -358,7 +361,9 @@ fn deepseek_v4(add: &mut Add) {
         for (m, n, k, batch) in [(72, 136, 40, 3), (77, 64, 128, 2)] {
             if layout == Layout::Tn {
                 for (out, accumulate) in [(DType::Bf16, Accumulate::InPlace), (DType::F32, Accumulate::No)] {
-                    add(Arc::new(BlockGemm { all: Gemm { m: n, n: k, k: m, layout, batch, out, accumulate } }));
+                    add(Arc::new(BlockGemm {
+                        all: Gemm { m: n, n: k, k: m, layout, batch, out, accumulate },
+                    }));
                 }
             } else {
                 let (out, accumulate) = (DType::Bf16, Accumulate::No);

@@ -342,10 +342,8 @@ impl Stack<'_> {
             self.act_as(l, "mtp.embedding_norm.rstd", DType::F32, &[t]),
         );
         let dembedding = self.norm_backward(l, "mtp.embedding_norm", embedding, r, w, de, None);
-        let (w, r) = (
-            self.mtp_weight(k, "hidden_norm")?,
-            self.act_as(l, "mtp.hidden_norm.rstd", DType::F32, &[rows]),
-        );
+        let (w, r) =
+            (self.mtp_weight(k, "hidden_norm")?, self.act_as(l, "mtp.hidden_norm.rstd", DType::F32, &[rows]));
         let inputs = vec![hidden, w.value, r, ds];
         let dhidden = self.rows_norm_backward(l, "mtp.hidden_norm", inputs, [rows, h], false, w.grad);
         Ok((dembedding, dhidden))

@@ -106,7 +106,15 @@ impl Stack<'_> {
     }
 
     /// The groups' products.
-    fn group_product(&mut self, args: [BufId; 3], m: usize, n: usize, k: usize, groups: usize, layout: Layout) {
+    fn group_product(
+        &mut self,
+        args: [BufId; 3],
+        m: usize,
+        n: usize,
+        k: usize,
+        groups: usize,
+        layout: Layout,
+    ) {
         let (out, accumulate) = match layout {
             Layout::Tn => (self.grad_dtype(), self.accumulate),
             _ => (DType::Bf16, Accumulate::No),
@@ -196,7 +204,8 @@ impl Stack<'_> {
         }
 
         let [q, dq] = ["q", "dq"].map(|n| self.act(l, &format!("attn.{n}"), &[d.t, d.q]));
-        let [k, dk, dv, dkv] = ["k", "dk", "dv", "dkv"].map(|n| self.act(l, &format!("attn.{n}"), &[d.t, d.head]));
+        let [k, dk, dv, dkv] =
+            ["k", "dk", "dv", "dkv"].map(|n| self.act(l, &format!("attn.{n}"), &[d.t, d.head]));
         let (shape, lse) = (self.attn_shape(l), self.attn_lse(l));
         let (batch, q_heads) = (shape.batch(), shape.q_heads);
         let sinks = self.weights.get(&self.sinks_name(l))?;

@@ -89,7 +89,13 @@ pub fn dense() -> RunConfig {
             te_rng_tracker: false,
             staging: true,
         },
-        recompute: Recompute { granularity: None, method: None, num_layers: None, modules: vec![], mhc_layers: None },
+        recompute: Recompute {
+            granularity: None,
+            method: None,
+            num_layers: None,
+            modules: vec![],
+            mhc_layers: None,
+        },
         optimizer: Optimizer {
             kind: "adam".into(),
             lr: 3e-4,

@@ -388,7 +388,16 @@ mod tests {
         let a: Vec<i64> = (0..(m * k) as i64).map(|i| i * 7 % 5 - 2).collect();
         let b: Vec<i64> = (0..(k * n) as i64).map(|i| i * 3 % 7 - 3).collect();
         for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
-            let spec = MatmulSpec { m, n, k, layout, batch: 1, side_by_side: false, out: DType::F32, accumulate: false };
+            let spec = MatmulSpec {
+                m,
+                n,
+                k,
+                layout,
+                batch: 1,
+                side_by_side: false,
+                out: DType::F32,
+                accumulate: false,
+            };
             let [(ta, ra, ca), (tb, rb, cb)] = column_major(&spec);
             assert_eq!((ra * ca, rb * cb), (n * k, m * k));
             // Element (i, j) of a column-major view, transposed or not.

@@ -86,7 +86,9 @@ impl Op for BlockGemm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::testing::{check_f32_against_f64, check_op_gradient, inputs, normals, relative_error, run_f64};
+    use crate::ops::testing::{
+        check_f32_against_f64, check_op_gradient, inputs, normals, relative_error, run_f64,
+    };
 
     fn op(m: usize, n: usize, k: usize, layout: Layout, accumulate: Accumulate) -> BlockGemm {
         BlockGemm { all: Gemm { m, n, k, layout, batch: 3, out: DType::Bf16, accumulate } }

@@ -162,8 +162,7 @@ impl Op for HyperPreBwd {
     }
     fn args(&self) -> Vec<ArgSpec> {
         let s = &self.shape;
-        let mut args: Vec<ArgSpec> =
-            weight_specs(s).into_iter().map(|a| a.sample(Sample::Custom)).collect();
+        let mut args: Vec<ArgSpec> = weight_specs(s).into_iter().map(|a| a.sample(Sample::Custom)).collect();
         args.push(ArgSpec::read("rstd", DType::F32, &[s.tokens]).sample(Sample::Custom));
         args.push(ArgSpec::read("dy", DType::Bf16, &s.one_shape()));
         if !s.head {

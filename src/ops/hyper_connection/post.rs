@@ -1,5 +1,6 @@
 //! The sublayer's output back into the streams: x'_j = sum_i res_ij x_i + post_j out.
 
+use super::reference::add_scaled;
 use super::{HyperShape, launch};
 use crate::cpu_reference;
 use crate::device::DeviceError;
@@ -98,10 +99,11 @@ impl HyperPostFwd {
         next.par_chunks_mut(width).enumerate().for_each(|(token, next)| {
             let (x, out) = (&x[token * width..], &out[token * h..]);
             let maps = &maps[token * s.maps()..];
-            for (i, next) in next.iter_mut().enumerate() {
-                let (j, c) = (i / h, i % h);
-                let mixed: T = (0..n).map(|i| maps[(2 + i) * n + j] * x[i * h + c]).sum();
-                *next = (mixed + maps[n + j] * out[c]).bf16();
+            next.fill(T::of(0.0));
+            for (j, next) in next.chunks_mut(h).enumerate() {
+                add_scaled(next, maps[n + j], out);
+                (0..n).for_each(|i| add_scaled(next, maps[(2 + i) * n + j], &x[i * h..]));
+                next.iter_mut().for_each(|v| *v = v.bf16());
             }
         });
         Ok(())
@@ -119,18 +121,16 @@ impl HyperPostBwd {
         rows.for_each(|(token, (dout, dmaps))| {
             let (x, out) = (&x[token * width..], &out[token * h..][..h]);
             let (maps, dnext) = (&maps[token * s.maps()..], &dnext[token * width..]);
-            let stream = |of: &'_ [T], j: usize| of[j * h..][..h].to_vec();
             let dot = |a: &[T], b: &[T]| T::of(a.iter().zip(b).map(|(a, b)| (*a * *b).f64()).sum()).f32();
-            for (c, d) in dout.iter_mut().enumerate() {
-                *d = (0..n).map(|j| maps[n + j] * dnext[j * h + c]).sum::<T>().bf16();
-            }
-            for j in 0..n {
-                let d = stream(dnext, j);
-                dmaps[j] = dot(&d, out);
-                for i in 0..n {
-                    dmaps[n + i * n + j] = dot(&d, &stream(x, i));
+            dout.fill(T::of(0.0));
+            for (j, d) in dnext.chunks(h).take(n).enumerate() {
+                add_scaled(dout, maps[n + j], d);
+                dmaps[j] = dot(d, out);
+                for (i, x) in x.chunks(h).take(n).enumerate() {
+                    dmaps[n + i * n + j] = dot(d, x);
                 }
             }
+            dout.iter_mut().for_each(|d| *d = d.bf16());
         });
         Ok(())
     }

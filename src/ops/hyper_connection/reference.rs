@@ -124,10 +124,17 @@ pub(super) fn pre_forward<T: Real>(
             }
         }
         maps.iter_mut().for_each(|m| *m = m.f32());
-        for (c, y) in y.iter_mut().enumerate() {
-            *y = (0..n).map(|j| maps[j] * x[j * h + c]).sum::<T>().bf16();
-        }
+        y.fill(T::of(0.0));
+        (0..n).for_each(|j| add_scaled(y, maps[j], &x[j * h..]));
+        y.iter_mut().for_each(|y| *y = y.bf16());
     });
+}
+
+/// y += a * x
+pub(super) fn add_scaled<T: Real>(y: &mut [T], a: T, x: &[T]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * *x;
+    }
 }
 
 /// Gradients of one token's logits, and of rstd.
@@ -171,9 +178,9 @@ pub(super) fn pre_backward<T: Real>(
     partial: &mut [T],
 ) {
     let (n, h, width, rows) = (s.streams, s.hidden.max(1), s.width().max(1), s.rows());
-    let of_token = |token: usize| logits_backward(s, v, token);
+    let all: Vec<OfLogits<T>> = (0..s.tokens).into_par_iter().map(|t| logits_backward(s, v, t)).collect();
     dx.par_chunks_mut(width).zip(dproj.par_chunks_mut(rows)).enumerate().for_each(|(token, (dx, dproj))| {
-        let of = of_token(token);
+        let of = &all[token];
         let r = v.rstd[token];
         dproj.fill(T::of(0.0));
         for (k, d) in of.dlogits.iter().enumerate() {
@@ -183,24 +190,24 @@ pub(super) fn pre_backward<T: Real>(
         let maps = &v.maps[token * s.maps()..][..s.maps()];
         let (x, dy) = (&v.given.x[token * width..][..width], &v.dy[token * h..][..h]);
         let dnext = v.dnext.get(token * width..(token + 1) * width);
-        for i in 0..n {
-            for c in 0..h {
-                let mut d = maps[i] * dy[c] + pull * x[i * h + c];
-                match dnext {
-                    Some(next) if s.head => d += next[i * h + c],
-                    Some(next) => {
-                        d += (0..n).map(|j| maps[2 * n + i * n + j] * next[j * h + c]).sum::<T>()
-                    }
-                    None => {}
+        dx.fill(T::of(0.0));
+        add_scaled(dx, pull, x);
+        for (i, dx) in dx.chunks_mut(h).enumerate() {
+            add_scaled(dx, maps[i], dy);
+            match dnext {
+                Some(next) if s.head => add_scaled(dx, T::of(1.0), &next[i * h..]),
+                Some(next) => {
+                    (0..n).for_each(|j| add_scaled(dx, maps[(2 + i) * n + j], &next[j * h..]));
                 }
-                dx[i * h + c] = d.bf16();
+                None => {}
             }
+            dx.iter_mut().for_each(|d| *d = d.bf16());
         }
     });
     partial.par_chunks_mut(rows + SCALES).enumerate().for_each(|(p, out)| {
         let mut sums = vec![0.0; rows + SCALES];
         for token in (p..s.tokens).step_by(partials(s.tokens)) {
-            let of = of_token(token);
+            let of = &all[token];
             for (k, d) in of.dlogits.iter().enumerate() {
                 sums[k] += d.f64();
                 sums[rows + s.segment(k)] += (*d * v.rstd[token] * v.given.proj[token * rows + k]).f64();

@@ -13,7 +13,9 @@ fn rows_and_columns_of_the_mixture_sum_to_one() {
     for maps in maps.chunks(s.maps()) {
         let (pre, rest) = maps.split_at(4);
         let (post, res) = rest.split_at(4);
-        assert!(pre.iter().all(|m| (0.0..1.0 + 2e-6).contains(m)) && post.iter().all(|m| (0.0..2.0).contains(m)));
+        assert!(
+            pre.iter().all(|m| (0.0..1.0 + 2e-6).contains(m)) && post.iter().all(|m| (0.0..2.0).contains(m))
+        );
         for i in 0..4 {
             let row: f64 = res[i * 4..][..4].iter().sum();
             let column: f64 = res.iter().skip(i).step_by(4).sum();

@@ -60,7 +60,8 @@ fn probabilities_follow_the_score_function() {
 
 #[test]
 fn square_root_of_softplus() {
-    let [scores, probs, ..] = route(&forward(1, 3, 2, ScoreFunction::SqrtSoftplus, false), &[0.0, 40.0, -40.0]);
+    let [scores, probs, ..] =
+        route(&forward(1, 3, 2, ScoreFunction::SqrtSoftplus, false), &[0.0, 40.0, -40.0]);
     let want = [2f64.ln().sqrt(), 40f64.sqrt(), (-20f64).exp()];
     assert!(scores.iter().zip(want).all(|(a, b)| (a / b - 1.0).abs() < 1e-12), "{scores:?}");
     assert!((probs[0] - 2.5 * want[1] / (want[0] + want[1])).abs() < 1e-12);

@@ -218,7 +218,11 @@ impl TurnHeads {
             let turns: Vec<(T, T)> = s.turns(token);
             for head in x.chunks_mut(d) {
                 let part = &mut head[s.nope()..];
-                if self.forth { turn(part, &turns) } else { turn_back(part, &turns) }
+                if self.forth {
+                    turn(part, &turns)
+                } else {
+                    turn_back(part, &turns)
+                }
                 part.iter_mut().for_each(|v| *v = v.bf16());
             }
         });

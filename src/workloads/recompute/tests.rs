@@ -6,7 +6,9 @@ use crate::config::{LayerKind, RunConfig};
 use crate::device::cpu::{CpuExecutor, Storage};
 use crate::device::{Arm, Executor};
 use crate::program::memory::{self, lifetimes};
-use crate::workloads::testing::{deepseek, deepseek_v4, delta_net, dense, hybrid, moe, padded, program, staged};
+use crate::workloads::testing::{
+    deepseek, deepseek_v4, delta_net, dense, hybrid, moe, padded, program, staged,
+};
 
 fn selective(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
     cfg.recompute.granularity = Some("selective".into());

@@ -162,7 +162,9 @@ fn attention(cfg: &RunConfig, v: &Values, rows: &[Vec<f64>]) -> Vec<Vec<f64>> {
         }
         let (width, rank) = (heads * d / kv.o_groups, kv.o_lora_rank);
         let groups: Vec<f64> = (0..kv.o_groups)
-            .flat_map(|g| product(&o[g * width..][..width], &w("group_proj")[g * rank * width..][..rank * width]))
+            .flat_map(|g| {
+                product(&o[g * width..][..width], &w("group_proj")[g * rank * width..][..rank * width])
+            })
             .collect();
         product(&groups, w("proj"))
     };
@@ -191,9 +193,9 @@ fn explicit(cfg: &RunConfig, v: &Values) -> Vec<f64> {
         let rows: Vec<Vec<f64>> = tokens.iter().zip(&of).map(one).collect();
         for ((x, (_, post, res)), a) in tokens.iter().zip(&of).zip(attention(cfg, v, &rows)) {
             for j in 0..n {
-                out.extend((0..h).map(|c| {
-                    (0..n).map(|i| res[i][j] * x[i * h + c]).sum::<f64>() + post[j] * a[c]
-                }));
+                out.extend(
+                    (0..h).map(|c| (0..n).map(|i| res[i][j] * x[i * h + c]).sum::<f64>() + post[j] * a[c]),
+                );
             }
         }
     }
