@@ -111,6 +111,19 @@ pub const FEATURES: &[Feature] = &[
         e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
     not_built(
+        "an output of DeepSeek-V4's attention that its groups do not divide, or more rotated elements than a head has",
+        "change model.num_attention_heads, model.kv_channels or model.qk_pos_emb_head_dim",
+        |e| {
+            let n = |key: &str| e.values.int(key).unwrap_or(0);
+            let groups = e.values.get("model.sparse_attention").get("o_groups");
+            let groups = groups.and_then(serde_json::Value::as_i64).unwrap_or(1).max(1);
+            let head = n("model.kv_channels");
+            let (width, rotary) =
+                (n("model.num_attention_heads").saturating_mul(head), n("model.qk_pos_emb_head_dim"));
+            e.shared_kv() && (width % groups != 0 || rotary > head || rotary % 2 != 0)
+        },
+    ),
+    not_built(
         "DeepSeek-V4's attention over several tensor or context ranks, which upstream has not",
         "give -tp 1 -cp 1",
         |e| e.shared_kv() && (e.tp() > 1 || crate::rules::layout_of(e).cp > 1),

@@ -586,7 +586,7 @@ fn moe(add: &mut Add) {
         {
             for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
                 if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
-                    let grouped = GroupedGemm { experts, rows, n, k, layout, out, accumulate };
+                    let grouped = GroupedGemm { experts, rows, filled: rows, n, k, layout, out, accumulate };
                     for ranks in [1, 4] {
                         let bins = experts * ranks;
                         add(Arc::new(PerExpertGemm { grouped: grouped.clone(), bins }));

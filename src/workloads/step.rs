@@ -14,7 +14,7 @@ use crate::ops::collective::{Collective, StandIn};
 use crate::ops::gemm::Accumulate;
 use crate::ops::rng::{WORD_LR, WORD_SEED_HI, WORD_SEED_LO, WORDS};
 use crate::ops::rope::Positions;
-use crate::ops::step::{MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
+use crate::ops::step::{Copy, MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program};
 use std::collections::HashMap;
@@ -265,8 +265,18 @@ impl Stack<'_> {
 
     /// Whether a local layer chooses experts by token ids.
     fn hash_layers(&self) -> bool {
-        let hashed = self.cfg.model.moe.as_ref().map_or(0, |m| m.hash_layers);
-        self.share.layers.iter().any(|l| l.index < hashed)
+        (0..self.share.layers.len()).any(|l| self.hashed(l))
+    }
+
+    /// The micro-batch's ids in one place for all micro-batches, so that these share the graphs of the layers that read them.
+    fn routing_ids(&mut self, layers: &Range<usize>, ids: BufId) -> Option<BufId> {
+        if !layers.clone().any(|l| self.hashed(l)) {
+            return None;
+        }
+        self.b.at(None, Part::Embedding, Pass::Forward);
+        let here = self.b.activation("moe.ids", DType::I32, &[self.tokens]);
+        self.b.launch(Copy { dtype: DType::I32, len: self.tokens }, &[ids, here]);
+        Some(here)
     }
 
     /// The chunk's layers, and whether the model begins and ends with it.
@@ -285,7 +295,7 @@ impl Stack<'_> {
         loss: BufId,
     ) -> Result<InFlight, WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
-        self.ids = tokens.map(|t| t.main.ids);
+        self.ids = tokens.and_then(|t| self.routing_ids(&layers, t.main.ids));
         let x = match tokens.filter(|_| first) {
             Some(t) => {
                 let x = self.embed_as("embedding", t.main.ids)?;

@@ -104,6 +104,7 @@ class Step:
         self.m = cfg["model"]
         self.aux = torch.zeros(())
         self.rows = {}  # of each bias: what was added to rows
+        self.sites = {}  # of each place of hyper-connections: what its maps were made of and applied to
 
     def norm(self, x, name):
         w = self.w[name].reshape(-1)
@@ -169,22 +170,22 @@ class Step:
         return self.add(x, F.linear(o.flatten(2), w("proj")))
 
     def maps(self, x, p, head):
-        """pre, and of a sublayer post and res, of the streams x [b, s, n, h]."""
+        """The logits before scale and base, pre, and of a sublayer post and res, of the streams x [b, s, n, h]."""
         n, eps = x.shape[2], 1e-6
         flat = x.flatten(2)
         w = lambda what: self.w[p + what + ".weight"]
         flat = F.rms_norm(flat, (flat.shape[-1],), None, self.m["layernorm_epsilon"])
-        logits, scale, base = flat @ w("proj").t(), w("scale").view(-1), w("base").view(-1)
+        logits, scale, base = flat @ w("proj").view(-1, flat.shape[-1]).t(), w("scale").view(-1), w("base").view(-1)
         part = lambda i, a, z: logits[..., a:z] * scale[i] + base[a:z]
         pre = torch.sigmoid(part(0, 0, n)) + eps
         if head:
-            return pre, None, None
+            return logits, pre, None, None
         m = torch.softmax(part(2, 2 * n, n * (n + 2)).unflatten(-1, (n, n)), -1) + eps
         m = m / (m.sum(-2, keepdim=True) + eps)
         for _ in range(self.m["hyper_connections"]["sinkhorn_iterations"] - 1):
             m = m / (m.sum(-1, keepdim=True) + eps)
             m = m / (m.sum(-2, keepdim=True) + eps)
-        return pre, 2 * torch.sigmoid(part(1, n, 2 * n)), m
+        return logits, pre, 2 * torch.sigmoid(part(1, n, 2 * n)), m
 
     def one_stream(self, x, pre):
         return torch.einsum("bsn,bsnh->bsh", pre, x)
@@ -196,14 +197,48 @@ class Step:
         """One stream before a last norm."""
         if not self.m.get("hyper_connections"):
             return x
-        return self.one_stream(x, self.maps(x, p + "hyper_head.", True)[0])
+        p += "hyper_head."
+        logits, pre, _, _ = self.maps(x, p, True)
+        y = self.one_stream(x, pre)
+        y.retain_grad()
+        self.sites[p] = (x, y, None, None, logits, pre, None, None)
+        return y
 
     def around(self, i, what, sublayer, x):
         """A sublayer, with hyper-connections around it where the model has them."""
         if not self.m.get("hyper_connections"):
             return sublayer(x)
-        pre, post, res = self.maps(x, f"layer{i}.{what}.hyper.", False)
-        return self.back_into_streams(x, post, res, sublayer(self.one_stream(x, pre)))
+        p = f"layer{i}.{what}.hyper."
+        logits, pre, post, res = self.maps(x, p, False)
+        y = self.one_stream(x, pre)
+        y.retain_grad()
+        out = sublayer(y)
+        after = self.back_into_streams(x, post, res, out)
+        after.retain_grad()
+        self.sites[p] = (x, y, out, after, logits, pre, post, res)
+        return after
+
+    def hyper_sizes(self):
+        """Size of what is summed in each gradient of hyper-connections. A map's gradient is the dot of a gradient with a
+        stream, and streams that are alike, a norm behind, and Sinkhorn-Knopp make such dots cancel: 2^-9 of the
+        factors' lengths is left by rounding, whatever the dot is."""
+        sizes, length = {}, lambda t: t.norm(dim=-1)
+        for p, site in self.sites.items():
+            x, y, out, after, logits, pre, post, res = (t if t is None else t.detach() for t in site)
+            n = x.shape[2]
+            s = length(site[1].grad)[..., None] * length(x) * pre * (1 - pre).abs()
+            if out is not None:
+                d = length(site[3].grad)
+                of_post = d * length(out)[..., None] * post * (1 - post / 2)
+                of_res = length(x)[..., :, None] * d[..., None, :] * res
+                s = torch.cat([s, of_post, of_res.flatten(-2)], -1)
+            k = s.shape[-1]
+            scale = self.w[p + "scale.weight"].detach().view(-1)[(torch.arange(k) // n).clamp(max=2)]
+            sizes[p + "base.weight"] = s.norm().item()
+            sizes[p + "scale.weight"] = (s * logits[..., :k]).norm().item()
+            # A normed row is as long as the root of its elements' number.
+            sizes[p + "proj.weight"] = (s * scale).norm().item() * math.sqrt(n * x.shape[3])
+        return sizes
 
     def attention(self, i, x):
         if self.m.get("shared_kv"):
@@ -482,7 +517,7 @@ def check(folder):
     theirs = step["loss"].item()
     ok = abs(loss - theirs) <= LOSS_TOLERANCE * abs(loss)
     print(f"{folder}: loss {theirs:.6f}, PyTorch {loss:.6f}: {'agrees' if ok else 'DIFFERS'}")
-    worst = []
+    worst, sizes = [], model.hyper_sizes()
     for name, t in w.items():
         g = grads[name + ".grad"]
         mine = t.grad if t.grad is not None else torch.zeros_like(t)
@@ -490,6 +525,7 @@ def check(folder):
         # A bias sums its rows' gradients, which may cancel: its error is judged by the size of what is summed.
         if name in model.rows:
             norm = max(norm, math.sqrt(sum(t.grad.square().sum().item() for t in model.rows[name])))
+        norm = max(norm, sizes.get(name, 0.0))
         error = (g - mine).norm().item() / norm if norm else g.norm().item()
         worst.append((error, name))
     worst.sort(reverse=True)

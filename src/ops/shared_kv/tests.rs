@@ -52,7 +52,7 @@ fn scores_depend_on_the_distance_alone() {
     };
     assert!((score(2, 1) - score(5, 4)).abs() < 1e-12 && (score(2, 1) - score(2, 0)).abs() > 1e-6);
     let x = normals(6 * 24, 4, 1.0);
-    let forth = run_f64(&TurnHeads { shape: s, forth: true }, &[x.clone()]);
+    let forth = run_f64(&TurnHeads { shape: s, forth: true }, std::slice::from_ref(&x));
     let back = run_f64(&TurnHeads { shape: s, forth: false }, &forth);
     assert!(relative_error(&back[0], &x) < 1e-14 && forth[0] != x);
     for forth in [true, false] {

@@ -84,7 +84,9 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// (pre, post, res) of a token's streams.
-fn maps(x: &[f64], v: &Values, n: usize, eps: f64) -> (Vec<f64>, Vec<f64>, Vec<Vec<f64>>) {
+type Maps = (Vec<f64>, Vec<f64>, Vec<Vec<f64>>);
+
+fn maps(x: &[f64], v: &Values, n: usize, eps: f64) -> Maps {
     let w = |what: &str| &v[&format!("layer0.attn.hyper.{what}.weight")];
     let rms = rms(x, eps);
     let logits: Vec<f64> = product(x, w("proj"))
@@ -147,7 +149,7 @@ fn attention(cfg: &RunConfig, v: &Values, rows: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let out = |i: usize| {
         let first = if compressed { 0 } else { (i + 1).saturating_sub(kv.window) };
         let mut o = Vec::new();
-        for h in 0..heads {
+        for (h, sink) in sinks.iter().enumerate() {
             let q = &all[i].0[h * d..][..d];
             let scale = rms(q, eps);
             let q = turned(&q.iter().map(|v| v / scale).collect::<Vec<_>>(), i as f64);
@@ -155,7 +157,7 @@ fn attention(cfg: &RunConfig, v: &Values, rows: &[Vec<f64>]) -> Vec<Vec<f64>> {
                 let dot: f64 = q.iter().zip(&all[j].1).map(|(a, b)| a * b).sum();
                 (dot / (d as f64).sqrt()).exp()
             };
-            let sum = sinks[h].exp() + (first..=i).map(weight).sum::<f64>();
+            let sum = sink.exp() + (first..=i).map(weight).sum::<f64>();
             let mixed: Vec<f64> =
                 (0..d).map(|c| (first..=i).map(|j| weight(j) / sum * all[j].1[c]).sum()).collect();
             o.extend(turned(&mixed, -(i as f64)));
@@ -187,7 +189,7 @@ fn explicit(cfg: &RunConfig, v: &Values) -> Vec<f64> {
             continue;
         }
         let of: Vec<_> = tokens.iter().map(|x| maps(x, v, n, eps)).collect();
-        let one = |(x, (pre, ..)): (&&[f64], &(Vec<f64>, Vec<f64>, Vec<Vec<f64>>))| -> Vec<f64> {
+        let one = |(x, (pre, ..)): (&&[f64], &Maps)| -> Vec<f64> {
             (0..h).map(|c| (0..n).map(|j| pre[j] * x[j * h + c]).sum()).collect()
         };
         let rows: Vec<Vec<f64>> = tokens.iter().zip(&of).map(one).collect();
