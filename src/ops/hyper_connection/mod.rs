@@ -1,7 +1,9 @@
 //! Manifold-constrained hyper-connections (mHC, arXiv:2512.24880; Megatron-Core `hyper_connection.py`): the residual is n
 //! streams side by side, `[T, n*H]`. Around a sublayer F, with weights that each token computes from its own streams x,
 //!
-//!     y = sum_j pre_j x_j,    x'_j = sum_i res_ij x_i + post_j F(y)
+//! ```text
+//! y = sum_j pre_j x_j,    x'_j = sum_i res_ij x_i + post_j F(y)
+//! ```
 //!
 //! From the logits h = (x W^T) rstd(x) scale + base: pre = sigmoid(h) + eps, post = 2 sigmoid(h), and res the
 //! Sinkhorn-Knopp projection of exp(h) to matrices whose rows and columns sum to one. A *head* has pre alone and makes one
