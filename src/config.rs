@@ -54,6 +54,8 @@ pub enum Activation {
     Swiglu,
     SquaredRelu,
     QuickGeglu,
+    /// SwiGLU whose gate and up are bounded (`activation_clamp`).
+    SwigluClamped,
     Gelu,
 }
 
@@ -62,6 +64,9 @@ pub enum Activation {
 pub enum ScoreFunction {
     Softmax,
     Sigmoid,
+    /// Square root of softplus.
+    #[serde(rename = "sqrtsoftplus")]
+    SqrtSoftplus,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -165,6 +170,11 @@ pub struct Model {
     pub delta_net: Option<DeltaNet>,
     /// Multi-latent attention in place of plain one; `num_query_groups` and `kv_channels` then mean nothing.
     pub mla: Option<Mla>,
+    /// DeepSeek-V4's attention in place of plain one; heads are `kv_channels` wide.
+    #[serde(default)]
+    pub shared_kv: Option<SharedKv>,
+    #[serde(default)]
+    pub hyper_connections: Option<HyperConnections>,
     /// Depths of multi-token prediction.
     pub mtp_num_layers: usize,
     /// Layers of one depth.
@@ -187,6 +197,9 @@ pub struct Window {
 impl Model {
     /// The window of layer `index` of the whole model (Megatron-Core `is_layer_window_attention`, which counts from 1).
     pub fn window_of(&self, index: usize) -> Option<usize> {
+        if let Some(kv) = &self.shared_kv {
+            return (!kv.compresses(index)).then_some(kv.window);
+        }
         let window = self.window?;
         let skipped = window.skip_freq.is_some_and(|n| n > 0 && (index + 1).is_multiple_of(n));
         (!skipped).then_some(window.keys)
@@ -279,6 +292,38 @@ pub struct Mla {
     pub v_head_dim: usize,
 }
 
+/// Sizes of DeepSeek-V4's attention: one key that is its value too.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SharedKv {
+    /// Width of the query latent.
+    pub q_lora_rank: usize,
+    /// Rotated elements of a head, the last ones.
+    pub rotary: usize,
+    /// The output is projected in this many groups of heads, each to `o_lora_rank`, then as a whole.
+    pub o_groups: usize,
+    pub o_lora_rank: usize,
+    /// Keys that a token sees where keys are not compressed, its own among them.
+    pub window: usize,
+    /// Tokens of a compressed key, by layer, multi-token prediction after the decoder; 0: not compressed.
+    pub compress_ratios: Vec<usize>,
+    /// Rotary base of the layers that compress.
+    pub compress_rotary_base: f64,
+}
+
+impl SharedKv {
+    /// Whether layer `index` of the whole model compresses its keys.
+    pub fn compresses(&self, index: usize) -> bool {
+        self.compress_ratios.get(index).is_some_and(|r| *r > 0)
+    }
+}
+
+/// Several residual streams, mixed by weights that each token computes (mHC).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HyperConnections {
+    pub num_residual_streams: usize,
+    pub sinkhorn_iterations: usize,
+}
+
 /// Sizes of Mamba-2 layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Mamba {
@@ -323,6 +368,9 @@ pub struct Moe {
     pub num_groups: usize,
     pub group_topk: usize,
     pub expert_bias: bool,
+    /// Layers, from the first on, whose experts are a fixed function of the token's id.
+    #[serde(default)]
+    pub hash_layers: usize,
     /// How far the expert bias moves a step.
     pub bias_update_rate: f64,
     pub aux_loss_coeff: f64,
@@ -414,6 +462,9 @@ pub struct Recompute {
     pub method: Option<String>,
     pub num_layers: Option<usize>,
     pub modules: Vec<String>,
+    /// Layers of a block that `mhc` computes anew from its streams; `None`: all of a chunk.
+    #[serde(default)]
+    pub mhc_layers: Option<usize>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -64,6 +64,11 @@ pub const FEATURES: &[Feature] = &[
         // A full-iteration graph holds the tower too.
         asked && e.values.is_set("model.vision") && e.implementation != crate::config::GraphImpl::Local
     }),
+    approximated(
+        "compressed_attention",
+        "where upstream compresses keys every earlier token is attended to: no key compressors, no indexer",
+        Effective::shared_kv,
+    ),
     approximated("shared_expert_overlap", "the shared expert runs before the dispatch, not beside it", |e| {
         e.moe() && e.values.on("model.moe_shared_expert_overlap")
     }),
@@ -106,11 +111,39 @@ pub const FEATURES: &[Feature] = &[
                     .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
         },
     ),
-    not_built("an attention variant (compressed attention)", "no option replaces it", |e| {
-        let built = ["dsa", crate::recipe::DELTA_NET];
+    not_built("this attention variant", "set model.attention_variant=null", |e| {
+        let built = ["dsa", crate::recipe::DELTA_NET, crate::recipe::SHARED_KV];
         e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
-    not_built("hyper-connections", "no option replaces them", |e| e.values.is_set("model.hyper_connections")),
+    not_built(
+        "an output of DeepSeek-V4's attention that its groups do not divide, or more rotated elements than a head has",
+        "change model.num_attention_heads, model.kv_channels or model.qk_pos_emb_head_dim",
+        |e| {
+            let n = |key: &str| e.values.int(key).unwrap_or(0);
+            let groups = e.values.get("model.sparse_attention").get("o_groups");
+            let groups = groups.and_then(serde_json::Value::as_i64).unwrap_or(1).max(1);
+            let head = n("model.kv_channels");
+            let (width, rotary) =
+                (n("model.num_attention_heads").saturating_mul(head), n("model.qk_pos_emb_head_dim"));
+            e.shared_kv() && (width % groups != 0 || rotary > head || rotary % 2 != 0)
+        },
+    ),
+    not_built(
+        "DeepSeek-V4's attention over several tensor or context ranks, which upstream has not",
+        "give -tp 1 -cp 1",
+        |e| e.shared_kv() && (e.tp() > 1 || crate::rules::layout_of(e).cp > 1),
+    ),
+    not_built(
+        "hyper-connections around other layers than DeepSeek-V4's, or with dropout",
+        "set model.hyper_connections=null, or model.hidden_dropout=0",
+        |e| {
+            let other = !e.shared_kv()
+                || e.layers.iter().any(|l| *l != LayerKind::Moe)
+                || e.values.is_set("model.moe_latent_size")
+                || e.nonzero("model.hidden_dropout");
+            e.values.is_set("model.hyper_connections") && other
+        },
+    ),
     not_built("a fixed sink in attention's softmax", "set model.softmax_type=vanilla or learnable", |e| {
         e.values.text("model.softmax_type").is_some_and(|t| t != "vanilla" && t != "learnable")
     }),
@@ -173,10 +206,10 @@ pub const FEATURES: &[Feature] = &[
         },
     ),
     not_built(
-        "an activation other than SwiGLU, squared ReLU and clamped quick GEGLU",
+        "an activation other than SwiGLU (clamped too), squared ReLU and clamped quick GEGLU",
         "set model.activation=swiglu",
         |e| {
-            let built = ["swiglu", "squared_relu", "quick_geglu_clamped"];
+            let built = ["swiglu", "swiglu_clamped", "squared_relu", "quick_geglu_clamped"];
             let of_diffusion = |a: &str| a == "gelu" && e.values.is_set("model.diffusion");
             e.values.text("model.activation").is_some_and(|a| !built.contains(&a) && !of_diffusion(a))
         },
@@ -196,13 +229,16 @@ pub const FEATURES: &[Feature] = &[
     ),
     not_built("this router score function", "set model.moe_router_score_function=softmax", |e| {
         e.moe()
-            && !matches!(e.values.text("model.moe_router_score_function"), None | Some("softmax" | "sigmoid"))
+            && !matches!(
+                e.values.text("model.moe_router_score_function"),
+                None | Some("softmax" | "sigmoid" | "sqrtsoftplus")
+            )
     }),
     not_built("this load balancing", "set model.moe_router_load_balancing_type=aux_loss", |e| {
-        matches!(e.values.text("model.moe_router_load_balancing_type"), Some("sinkhorn" | "noaux_tc"))
+        e.values.text("model.moe_router_load_balancing_type") == Some("sinkhorn")
     }),
-    not_built("hash-routed layers", "set model.moe_n_hash_layers=null", |e| {
-        e.values.int("model.moe_n_hash_layers").unwrap_or(0) > 0
+    not_built("layers routed by token ids over several tensor ranks", "give -tp 1", |e| {
+        e.tp() > 1 && e.values.int("model.moe_n_hash_layers").unwrap_or(0) > 0
     }),
     not_built("a router z-loss", "set model.moe_z_loss_coeff=null", |e| e.nonzero("model.moe_z_loss_coeff")),
     not_built("router input jitter", "set model.moe_input_jitter_eps=null", |e| {
@@ -211,16 +247,21 @@ pub const FEATURES: &[Feature] = &[
     not_built("the allgather dispatcher", "set model.moe_token_dispatcher_type=alltoall", |e| {
         e.moe() && e.dispatcher() == "allgather"
     }),
-    not_built("a rank capacity factor", "set model.moe_expert_rank_capacity_factor=null", |e| {
-        e.moe() && e.values.is_set("model.moe_expert_rank_capacity_factor")
-    }),
+    not_built(
+        "a rank capacity factor without the flex dispatcher and HybridEP",
+        "set model.moe_expert_rank_capacity_factor=null, or --moe_flex_dispatcher_backend hybridep",
+        |e| e.moe() && e.values.is_set("model.moe_expert_rank_capacity_factor") && !e.static_rank_rows(),
+    ),
+    not_built(
+        "one product an expert with a rank capacity factor, which leaves row counts on the device",
+        "give --expert_gemm grouped",
+        |e| {
+            let dropless = e.moe() && !e.drop_and_pad() && e.static_rank_rows();
+            dropless && e.args.mbperf.expert_gemm == crate::config::ExpertGemm::PerExpert
+        },
+    ),
     not_built("paged stash", "set model.moe_paged_stash=false", |e| e.values.on("model.moe_paged_stash")),
     not_built("tensor-parallel experts", "give -et 1", |e| e.moe() && e.etp() > 1),
-    not_built(
-        "recompute of hyper-connections (mhc)",
-        "name other modules with --recompute_modules, or set model.recompute_granularity=null",
-        |e| e.recomputes("mhc"),
-    ),
     not_built(
         "offload of activations",
         "give -ol 0, and model.fine_grained_activation_offloading=false",

@@ -51,7 +51,17 @@ fn kernels_agree_with_their_references_and_arms_with_each_other() {
 #[test]
 fn kernels_agree_in_another_order() {
     let Some(libraries) = libraries() else { return };
-    for only in ["norm", "attention_", "grouped_gemm", "moe_sort", "ssd", "router_fwd", "alltoall"] {
+    for only in [
+        "norm",
+        "attention_",
+        "grouped_gemm",
+        "moe_sort",
+        "ssd",
+        "router_fwd",
+        "hyper",
+        "shared_kv",
+        "alltoall",
+    ] {
         let line = format!("selftest --small --only {only}");
         let out = mbperf(libraries, &line, &[("MBPERF_EMULATED_SEED", "3")]);
         let text = said(&out);

@@ -155,6 +155,45 @@ fn products_by_expert_end_in_the_same_loss() {
     }
 }
 
+/// Static rows by a rank capacity factor: the full iteration is one graph and proves equal work; too small a factor is
+/// exit 1.
+#[test]
+fn a_rank_capacity_factor_runs_in_one_graph_and_overflow_fails() {
+    let dir = tempdir().unwrap();
+    let of = |factor: &str| {
+        let line = format!(
+            "-m gpt_oss -mr gpt_oss_20b -g b300 -c fp8_mx -ng 8 --nccl_ub false --run_dtype bf16 --device cpu -ms 8 -q -o - \
+             model.seq_length=32 model.moe_expert_rank_capacity_factor={factor}"
+        );
+        run(dir.path(), &line)
+    };
+    let output = of("5.0");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows = records(&output.stdout);
+    assert_eq!(cell(&rows, 1, "digest_match"), "true");
+    assert_eq!(
+        [cell(&rows, 1, "cuda_graph_scope"), cell(&rows, 1, "graph_launches_per_step")],
+        ["full_iteration", "1"]
+    );
+    let output = of("0.5");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("rank capacity factor"), "{}", text(&output.stderr));
+}
+
+/// Residual streams, experts by token id, shared keys and values, multi-token prediction: one graph proves equal work.
+#[test]
+fn deepseek_v4_runs_in_one_graph() {
+    let dir = tempdir().unwrap();
+    let line = "-m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx -ng 128 --run_dtype bf16 --device cpu -ms 7 -q -o - \
+                --equality_steps 2 --max_microbatches 1 model.seq_length=32 model.moe_paged_stash=false";
+    let output = run(dir.path(), line);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows = records(&output.stdout);
+    assert_eq!([cell(&rows, 1, "digest_match"), cell(&rows, 1, "graph_launches_per_step")], ["true", "1"]);
+    let approximations = cell(&rows, 1, "approximations");
+    assert!(approximations.contains("compressed_attention") && !approximations.contains("hyper"));
+}
+
 /// Graphs of one stage: 2 x its layers x micro-batches (2 are run), the layers by hand from the recipe's split.
 #[test]
 fn a_stage_has_as_many_graphs_as_upstream() {

@@ -238,6 +238,21 @@ fn pairs() -> Vec<Pair> {
         pair("R57", LLAMA, format!("{TE} mamba"), format!("{TE} mamba,attn")),
         pair("R63", QWEN, FULL, format!("{DROP} {FULL}")),
         pair("R63", QWEN, FULL, format!("{FULL} model.moe_expert_rank_capacity_factor=1.5")),
+        // Without flex and HybridEP the factor makes nothing static; whole layers are as the iteration.
+        pair(
+            "R63",
+            QWEN,
+            format!(
+                "{FULL} model.moe_expert_rank_capacity_factor=1.5 model.moe_token_dispatcher_type=alltoall"
+            ),
+            format!("{FULL} model.moe_expert_rank_capacity_factor=1.5"),
+        ),
+        pair(
+            "R63",
+            QWEN,
+            "--cuda_graph_impl transformer_engine",
+            "--cuda_graph_impl transformer_engine model.moe_expert_rank_capacity_factor=1.5",
+        ),
     ]
 }
 

@@ -7,7 +7,7 @@ use crate::config::{Dispatcher, LayerKind, RunConfig, Scope::*};
 use crate::device::cpu::CpuExecutor;
 use crate::device::{Arm, DeviceError, Executor};
 use crate::workloads::testing::{
-    deepseek, delta_net, dense, hybrid, moe, padded, program, staged, with_graphs,
+    deepseek, deepseek_v4, delta_net, dense, hybrid, moe, padded, program, staged, with_graphs,
 };
 
 /// One line a segment of the first micro-batch's first layer and its neighbours: `G` or `e`, then the op names
@@ -144,6 +144,46 @@ fn dropless_full_iteration_would_wait_inside_the_graph() {
 const MAMBA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd ssd_fwd gated_norm_fwd gemm";
 const MAMBA_B: &str = "gemm gemm gated_norm_bwd column_sum ssd_bwd column_sum \
                        mamba_conv_bwd column_sum gemm gemm rmsnorm_bwd";
+
+/// A rank capacity factor: rows are static and their counts stay on the device, so that whole layers and the iteration
+/// are graphs, without a copy to the host or a wait.
+#[test]
+fn a_rank_capacity_factor_makes_dropless_rows_static() {
+    let with_factor = |factor| {
+        let mut cfg = moe(Dispatcher::Flex);
+        let moe = cfg.model.moe.as_mut().unwrap();
+        moe.rank_capacity_factor = Some(factor);
+        // Balance is not forced, so that experts differ in their rows.
+        moe.force_load_balancing = false;
+        cfg
+    };
+    let cfg = with_factor(1.5);
+    let built = program(&cfg);
+    assert!(!built.launches.iter().any(|l| l.op.host_sync()));
+    let rows = built.buffers.iter().find(|b| b.name.ends_with("l0.moe.rows")).unwrap();
+    assert_eq!(rows.shape[0], cfg.batch.seq_length * 2 * 3 / 2);
+    let sorts = built.launches.iter().filter(|l| l.op.name() == "moe_sort").count();
+    assert_eq!((built.faults.len(), sorts), (2, 4));
+    let full = with_graphs(cfg.clone(), GraphImpl::Local, &[FullIteration]);
+    let arm = plan(program(&full), &full.graph, full.seed).unwrap().graph.unwrap();
+    assert_eq!(arm.segments.iter().filter(|s| s.graph.is_some()).count(), 1);
+    both_arms(&full);
+    let layers = with_graphs(cfg, GraphImpl::TransformerEngine, &[]);
+    let arm = plan(program(&layers), &layers.graph, layers.seed).unwrap().graph.unwrap();
+    assert!(arm.segments.iter().all(|s| {
+        s.graph.is_some()
+            || arm.program.launches[s.launches.clone()]
+                .iter()
+                .all(|l| l.op.name() == "copy" || l.layer.is_none())
+    }));
+    both_arms(&layers);
+    // Fewer rows than arrive: the step is a failure in both arms.
+    let overflow = with_graphs(with_factor(0.9), GraphImpl::Local, &[FullIteration]);
+    let plan = plan(program(&overflow), &overflow.graph, overflow.seed).unwrap();
+    let mut executor = CpuExecutor::new(plan, None, None).unwrap();
+    let why = three_steps(&mut executor, Arm::Eager).unwrap_err().to_string();
+    assert!(why.contains("rank capacity factor"), "{why}");
+}
 
 #[test]
 fn mamba_captures_whole_mamba_layers_alone() {
@@ -346,6 +386,44 @@ fn latent_attention_is_captured_whole_and_experts_keep_their_scopes() {
     assert_eq!(experts[1], format!("G {MLA_F} rmsnorm_fwd {shared} gemm router_fwd moe_sort gather_rows"));
     let last = &experts[experts.len() - 1];
     assert!(last.starts_with("G combine_rows count_add router_bwd") && last.ends_with(MLA_B), "{last}");
+}
+
+const V4_F: &str = "gemm hyper_pre_fwd rmsnorm_fwd gemm gemm rmsnorm_fwd rmsnorm_fwd gemm shared_kv_fwd attention_fwd \
+                    turn_heads_back block_gemm gemm hyper_post_fwd";
+
+/// Hyper-connections lie in the parts that they surround; experts keep their scopes; token ids reach the hash.
+#[test]
+fn deepseek_v4_is_captured_with_its_hyper_connections() {
+    let te = GraphImpl::TransformerEngine;
+    let cfg = with_graphs(deepseek_v4(), te, &[Attn, MoeRouter]);
+    let layer = story(&cfg, 0, 0);
+    let router = "gemm hyper_pre_fwd rmsnorm_fwd gemm clamped_glu_fwd gemm gemm router_fwd";
+    assert_eq!(layer[1], format!("G {V4_F} {router}"));
+    assert!(layer[2].ends_with("combine_rows hyper_post_fwd"), "{}", layer[2]);
+    assert!(layer[3].starts_with("e hyper_post_bwd"), "{}", layer[3]);
+    both_arms(&cfg);
+    let mut blocks = recomputing(cfg, &["mhc", "mla_up_proj"]);
+    both_arms(&blocks);
+    blocks =
+        with_graphs(recomputing(predicting(deepseek_v4(), 1), &["mhc"]), GraphImpl::Local, &[FullIteration]);
+    both_arms(&blocks);
+    let arm = plan(program(&blocks), &blocks.graph, blocks.seed).unwrap().graph.unwrap();
+    assert_eq!(arm.segments.iter().filter(|s| s.graph.is_some()).count(), 1);
+    both_arms(&with_graphs(deepseek_v4(), te, &[]));
+    let mut bare = with_graphs(deepseek_v4(), te, &[Attn]);
+    (bare.stack_only, bare.batch.num_microbatches) = (true, 1);
+    both_arms_without_loss(&bare);
+    // A stage passes streams on, and one without embedding or loss draws token ids where it needs them.
+    for rank in [0, 1] {
+        let mut stage = staged(predicting(deepseek_v4(), 1), 2, 1, rank, 3);
+        if let Some(moe) = &mut stage.model.moe {
+            moe.hash_layers = 3;
+        }
+        let stage = with_graphs(stage, te, &[Attn]);
+        let width = program(&stage).buffers.iter().find(|b| b.name.starts_with("sent.")).unwrap().shape[1];
+        assert_eq!(width, 4 * 64);
+        both_arms_without_loss(&stage);
+    }
 }
 
 #[test]

@@ -107,6 +107,7 @@ pub const KEYS: &[Key] = &[
     n("model.moe_permute_fusion", Bool, "Fused permutation"),
     n("model.moe_grouped_gemm", Bool, "All local experts in one grouped product"),
     n("model.moe_n_hash_layers", Int, "Leading layers whose experts follow from the token id"),
+    n("model.mhc_recompute_layer_num", Int, "Layers of a block that recompute of mhc computes anew; null: all of a model chunk"),
     n("model.moe_token_dispatcher_type", Enum(&["allgather", "alltoall", "flex"]), "How tokens reach their experts"),
     n("model.moe_flex_dispatcher_backend", Enum(&["deepep", "hybridep"]), "Library behind the flex dispatcher"),
     n("model.moe_flex_dispatcher_num_sms", Int, "SMs that the flex dispatcher takes"),

@@ -3,8 +3,9 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, DeltaNet, Diffusion, Dispatcher, Graph as GraphConfig, Identity, LayerKind, Mamba,
-    Mla, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction, Vision, Window,
+    Activation, Batch, DeltaNet, Diffusion, Dispatcher, Graph as GraphConfig, HyperConnections, Identity,
+    LayerKind, Mamba, Mla, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction, SharedKv, Vision,
+    Window,
 };
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::scaling::{Llama3, Yarn};
@@ -119,6 +120,10 @@ pub fn config(
             method: v.text("model.recompute_method").map(str::to_owned),
             num_layers: v.int("model.recompute_num_layers").map(|n| usize::try_from(n).unwrap_or(0)),
             modules: e.recomputed().into_iter().map(str::to_owned).collect(),
+            mhc_layers: v
+                .int("model.mhc_recompute_layer_num")
+                .and_then(|n| usize::try_from(n).ok())
+                .filter(|n| *n > 0),
         },
         optimizer: Optimizer {
             kind: match args.mbperf.optimizer {
@@ -165,6 +170,7 @@ fn model(e: &Effective) -> Model {
             Some("squared_relu") => Activation::SquaredRelu,
             Some("quick_geglu_clamped") => Activation::QuickGeglu,
             Some("gelu") => Activation::Gelu,
+            Some("swiglu_clamped") => Activation::SwigluClamped,
             _ => Activation::Swiglu,
         },
         activation_clamp: v.float("model.activation_func_clamp_value"),
@@ -176,7 +182,7 @@ fn model(e: &Effective) -> Model {
         add_qkv_bias: v.on("model.add_qkv_bias"),
         add_bias_linear: v.on("model.add_bias_linear"),
         window: window(v),
-        attention_sinks: v.text("model.softmax_type") == Some("learnable"),
+        attention_sinks: v.text("model.softmax_type") == Some("learnable") || e.shared_kv(),
         rotary_base: v.float("model.rotary_base").unwrap_or(10000.0),
         // Hybrids have no position embedding: attention then rotates nothing.
         rotary_percent: match v.text("model.position_embedding_type") {
@@ -199,7 +205,9 @@ fn model(e: &Effective) -> Model {
             key_dim: size(e, "model.linear_key_head_dim"),
             value_dim: size(e, "model.linear_value_head_dim"),
         }),
-        mla: v.on("model.multi_latent_attention").then(|| mla(e)),
+        mla: (v.on("model.multi_latent_attention") && !e.shared_kv()).then(|| mla(e)),
+        shared_kv: e.shared_kv().then(|| shared_kv(e)),
+        hyper_connections: v.is_set("model.hyper_connections").then(|| hyper_connections(v)),
         mtp_num_layers: size(e, "model.mtp_num_layers"),
         mtp_layers: mtp_layers(e),
         mtp_repeated: v.on("model.mtp_use_repeated_layer"),
@@ -283,6 +291,38 @@ fn mla(e: &Effective) -> Mla {
     }
 }
 
+/// A number of an object.
+fn part(of: &serde_json::Value, key: &str) -> usize {
+    of.get(key).and_then(serde_json::Value::as_u64).and_then(|n| usize::try_from(n).ok()).unwrap_or(0)
+}
+
+fn shared_kv(e: &Effective) -> SharedKv {
+    let of = e.values.get("model.sparse_attention");
+    let ratios = of.get("csa_compress_ratios").and_then(serde_json::Value::as_array);
+    let ratio = |r: &serde_json::Value| r.as_u64().and_then(|r| usize::try_from(r).ok()).unwrap_or(0);
+    SharedKv {
+        q_lora_rank: size(e, "model.q_lora_rank"),
+        rotary: size(e, "model.qk_pos_emb_head_dim"),
+        o_groups: part(of, "o_groups").max(1),
+        o_lora_rank: part(of, "o_lora_rank"),
+        window: part(of, "csa_window_size").max(1),
+        compress_ratios: ratios.map(|all| all.iter().map(ratio).collect()).unwrap_or_default(),
+        compress_rotary_base: of
+            .get("csa_compress_rotary_base")
+            .and_then(serde_json::Value::as_f64)
+            .or(e.values.float("model.rotary_base"))
+            .unwrap_or(10000.0),
+    }
+}
+
+fn hyper_connections(v: &Values) -> HyperConnections {
+    let of = v.get("model.hyper_connections");
+    HyperConnections {
+        num_residual_streams: part(of, "num_residual_streams").max(1),
+        sinkhorn_iterations: part(of, "sinkhorn_iterations").max(1),
+    }
+}
+
 /// A depth of multi-token prediction is like the last decoder layer, or follows a pattern of its own in hybrids.
 fn mtp_layers(e: &Effective) -> Vec<LayerKind> {
     let pattern = e.values.text("model.mtp_hybrid_override_pattern");
@@ -319,6 +359,7 @@ fn moe(e: &Effective) -> Moe {
         latent_size: v.is_set("model.moe_latent_size").then(|| size(e, "model.moe_latent_size")),
         score_function: match v.text("model.moe_router_score_function") {
             Some("sigmoid") => ScoreFunction::Sigmoid,
+            Some("sqrtsoftplus") => ScoreFunction::SqrtSoftplus,
             _ => ScoreFunction::Softmax,
         },
         pre_softmax: v.on("model.moe_router_pre_softmax"),
@@ -326,6 +367,7 @@ fn moe(e: &Effective) -> Moe {
         num_groups: size(e, "model.moe_router_num_groups").max(1),
         group_topk: size(e, "model.moe_router_group_topk").max(1),
         expert_bias: v.on("model.moe_router_enable_expert_bias"),
+        hash_layers: size(e, "model.moe_n_hash_layers"),
         // Megatron-Core's default.
         bias_update_rate: v.float("model.moe_router_bias_update_rate").unwrap_or(1e-3),
         aux_loss_coeff: v.float("model.moe_aux_loss_coeff").unwrap_or(0.0),

@@ -32,6 +32,8 @@ pub enum LayerError {
 
 /// `model.attention_variant` of models with gated delta net layers.
 pub const DELTA_NET: &str = "gated_delta_net";
+/// `model.attention_variant` of DeepSeek-V4's attention.
+pub const SHARED_KV: &str = "dsv4_hybrid";
 
 /// Most layers of a model: the deepest has 126; more would be a slip of the hand.
 pub const MAX_LAYERS: u64 = 4096;

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use thiserror::Error;
 
-pub use derived::{DELTA_NET, LayerError, MAX_LAYERS, hybrid_kinds, layer_kinds, padded_vocab};
+pub use derived::{DELTA_NET, LayerError, MAX_LAYERS, SHARED_KV, hybrid_kinds, layer_kinds, padded_vocab};
 pub use parameters::{Parameters, graphable, parameters, uncounted};
 pub use print::{ShowError, print_list, print_show};
 pub use select::Selector;

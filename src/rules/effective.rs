@@ -103,6 +103,10 @@ impl Effective {
             Scope::Mamba => self.count(&[Mamba]),
         }
     }
+    /// DeepSeek-V4's attention.
+    pub fn shared_kv(&self) -> bool {
+        self.values.text("model.attention_variant") == Some(crate::recipe::SHARED_KV)
+    }
     /// Some layers are gated delta nets.
     pub fn delta_net(&self) -> bool {
         self.count(&[LayerKind::DeltaDense, LayerKind::DeltaMoe]) > 0

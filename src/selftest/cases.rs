@@ -9,7 +9,7 @@ use crate::device::cuda::matmul::Layout;
 use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::bias::{BiasAdd, BiasGrad, BiasProbGrad};
-use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape};
+use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape, QUICK_GELU, SILU};
 use crate::ops::collective::{Collective, CountsToHost, StandIn};
 use crate::ops::columns::{JoinColumns, SplitColumns};
 use crate::ops::cross_entropy::{CrossEntropy, LossSum};
@@ -18,8 +18,11 @@ use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
 use crate::ops::gated_norm::after::{NormGateBwd, NormGateFwd};
 use crate::ops::gated_norm::{GatedNormBwd, GatedNormFwd};
-use crate::ops::gemm::{Accumulate, Gemm, SeparateGemms};
+use crate::ops::gemm::{Accumulate, BlockGemm, Gemm, SeparateGemms};
 use crate::ops::grouped_gemm::{GroupedGemm, PerExpertGemm};
+use crate::ops::hyper_connection::{
+    HyperExpand, HyperPostBwd, HyperPostFwd, HyperPreBwd, HyperPreFwd, HyperShape, HyperSum,
+};
 use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
 use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort};
@@ -29,7 +32,8 @@ use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, partial
 use crate::ops::rng::Rng;
 use crate::ops::rope::scaling::Yarn;
 use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd, RopeScaling};
-use crate::ops::router::{CountAdd, ExpertBiasUpdate, Groups, RouterBwd, RouterFwd};
+use crate::ops::router::{CountAdd, ExpertBiasUpdate, Groups, Hash, RouterBwd, RouterFwd};
+use crate::ops::shared_kv::{SharedKvBwd, SharedKvFwd, SharedKvShape, TurnHeads};
 use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::ssd::{SsdBwd, SsdFwd, SsdShape};
 use crate::ops::step::{Copy, MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
@@ -55,6 +59,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     mamba(&mut add);
     delta_net(&mut add);
     images::add(&mut add);
+    deepseek_v4(&mut add);
     out
 }
 
@@ -305,6 +310,100 @@ fn windows_and_sinks(add: &mut Add) {
     }
 }
 
+/// Hyper-connections, heads of shared keys and values, wide heads, block-diagonal products, routers by hash.
+fn deepseek_v4(add: &mut Add) {
+    for (tokens, hidden, streams, iterations) in
+        [(1, 8, 4, 20), (77, 264, 4, 20), (33, 256, 2, 3), (300, 4096, 4, 20)]
+    {
+        let shape = HyperShape { tokens, hidden, streams, iterations, eps: 1e-6, head: false };
+        add(Arc::new(HyperPreFwd { shape }));
+        add(Arc::new(HyperPreBwd { shape, carried: false }));
+        add(Arc::new(HyperPostFwd { shape }));
+        add(Arc::new(HyperPostBwd { shape }));
+        for also in [false, true] {
+            add(Arc::new(HyperExpand { shape, add: also }));
+        }
+        add(Arc::new(HyperSum { shape }));
+        let shape = HyperShape { head: true, ..shape };
+        add(Arc::new(HyperPreFwd { shape }));
+        for carried in [false, true] {
+            add(Arc::new(HyperPreBwd { shape, carried }));
+        }
+    }
+    for (positions, heads, head_dim, rotary) in [
+        (Positions::whole(1, 1), 1, 64, 16),
+        (Positions::whole(2, 77), 3, 512, 64),
+        (Positions { batch: 1, seq: 96, chunks: [(48, 48), (144, 48)] }, 8, 264, 8),
+    ] {
+        let shape = SharedKvShape { positions, heads, head_dim, rotary, eps: 1e-6, base: 1e4, scaling: None };
+        add(Arc::new(SharedKvFwd { shape }));
+        add(Arc::new(SharedKvBwd { shape }));
+        for forth in [true, false] {
+            add(Arc::new(TurnHeads { shape, forth }));
+        }
+    }
+    for (batch, seq, q_heads, head_dim, head_dim_v, window) in [
+        (1, 17, 2, 512, None, None),
+        (2, 77, 4, 512, None, Some(24)),
+        (1, 257, 8, 512, None, Some(128)),
+        (1, 130, 2, 384, Some(320), None),
+    ] {
+        let shape = AttnShape {
+            positions: Positions::whole(batch, seq),
+            kv_len: seq,
+            q_heads,
+            kv_heads: 1,
+            head_dim,
+            head_dim_v,
+            window,
+            sinks: true,
+            ..AttnShape::default()
+        };
+        add(Arc::new(AttnFwd { shape: shape.clone() }));
+        add(Arc::new(AttnBwd { shape }));
+    }
+    for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
+        for (m, n, k, batch) in [(72, 136, 40, 3), (77, 64, 128, 2)] {
+            if layout == Layout::Tn {
+                for (out, accumulate) in [(DType::Bf16, Accumulate::InPlace), (DType::F32, Accumulate::No)] {
+                    add(Arc::new(BlockGemm {
+                        all: Gemm { m: n, n: k, k: m, layout, batch, out, accumulate },
+                    }));
+                }
+            } else {
+                let (out, accumulate) = (DType::Bf16, Accumulate::No);
+                add(Arc::new(BlockGemm { all: Gemm { m, n, k, layout, batch, out, accumulate } }));
+            }
+        }
+    }
+    for (tokens, experts, topk, hash) in [(77, 256, 6, None), (130, 384, 6, Some(2)), (33, 8, 8, Some(0))] {
+        let score = ScoreFunction::SqrtSoftplus;
+        add(Arc::new(RouterFwd {
+            tokens,
+            experts,
+            topk,
+            score,
+            pre_softmax: false,
+            scaling: Some(1.5),
+            forced: None,
+            skew: false,
+            expert_bias: hash.is_none(),
+            groups: None,
+            hash: hash.map(|salt| Hash { salt }),
+        }));
+        add(Arc::new(RouterBwd {
+            tokens,
+            experts,
+            topk,
+            score,
+            pre_softmax: false,
+            scaling: Some(1.5),
+            aux_coeff: 0.01,
+            aux_scale: 0.5,
+        }));
+    }
+}
+
 fn biases(add: &mut Add) {
     for (rows, cols) in [(1, 8), (77, 264), (515, 2880), (300, 5760)] {
         for (experts, weighted) in [(0, false), (1, true), (5, false), (32, true)] {
@@ -320,8 +419,14 @@ fn biases(add: &mut Add) {
     }
     for (rows, ffn) in [(1, 8), (77, 264), (130, 2880)] {
         for experts in [0, 5, 32] {
-            for (bias, limit) in [(true, Some(7.0)), (true, Some(0.5)), (false, None)] {
-                let shape = GluShape { rows, ffn, experts, bias, limit, shift: 1.0 };
+            for (bias, limit, alpha) in [
+                (true, Some(7.0), QUICK_GELU),
+                (true, Some(0.5), QUICK_GELU),
+                (false, None, QUICK_GELU),
+                (false, Some(0.5), SILU),
+            ] {
+                let shift = if alpha == SILU { 0.0 } else { 1.0 };
+                let shape = GluShape { rows, ffn, experts, bias, limit, shift, alpha };
                 add(Arc::new(ClampedGluFwd { shape: shape.clone() }));
                 add(Arc::new(ClampedGluBwd { shape }));
             }
@@ -404,6 +509,7 @@ fn moe(add: &mut Add) {
                 skew: forced.is_some(),
                 expert_bias,
                 groups: None,
+                hash: None,
             };
             add(Arc::new(RouterBwd {
                 tokens,
@@ -435,6 +541,7 @@ fn moe(add: &mut Add) {
                 skew: false,
                 expert_bias,
                 groups: Some(Groups { count, chosen }),
+                hash: None,
             }));
         }
     }
@@ -450,7 +557,11 @@ fn moe(add: &mut Add) {
         (130, 4, 16, false, Some(20)),
     ] {
         let Some(most) = capacity else {
-            add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows: tokens * topk }));
+            // As many rows as arrive; more, as a rank capacity factor has them; fewer, which is a fault.
+            let pairs = tokens * topk;
+            for rows in [pairs, pairs * 3 / 2, pairs * 9 / 10] {
+                add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows }));
+            }
             continue;
         };
         for (padded, by_position) in [(true, false), (true, true), (false, false), (false, true)] {
@@ -480,7 +591,7 @@ fn moe(add: &mut Add) {
         {
             for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
                 if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
-                    let grouped = GroupedGemm { experts, rows, n, k, layout, out, accumulate };
+                    let grouped = GroupedGemm { experts, rows, filled: rows, n, k, layout, out, accumulate };
                     for ranks in [1, 4] {
                         let bins = experts * ranks;
                         add(Arc::new(PerExpertGemm { grouped: grouped.clone(), bins }));

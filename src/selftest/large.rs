@@ -70,7 +70,7 @@ fn gemm(op: Gemm, options: &CudaOptions) -> Result<String, String> {
 
 fn grouped(layout: Layout, options: &CudaOptions) -> Result<String, String> {
     let (experts, rows, n, k) = (8, 32768, 1536, 2048);
-    let op = GroupedGemm { experts, rows, n, k, layout, out: DType::Bf16, accumulate: false };
+    let op = GroupedGemm { experts, rows, filled: rows, n, k, layout, out: DType::Bf16, accumulate: false };
     let specs = op.args();
     let v = inputs(&op, &specs, 4);
     let got = on_device(Arc::new(op), &specs, &v, options).map_err(|e| e.to_string())?;

@@ -38,6 +38,9 @@ pub(super) fn output_std(cfg: &RunConfig) -> f64 {
 }
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<Spec> {
+    if let Some(kv) = &cfg.model.shared_kv {
+        return super::shared_kv::weights(cfg, kv, share, index);
+    }
     if let Some(mla) = &cfg.model.mla {
         return super::mla::weights(cfg, mla, share, index);
     }
@@ -141,6 +144,9 @@ impl Stack<'_> {
 
     /// `x -> x + attention(norm(x))`, `[split_tokens, hidden]`.
     pub(super) fn attention_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
+        if let Some(kv) = &self.cfg.model.shared_kv {
+            return self.shared_kv_forward(l, kv, x);
+        }
         if let Some(mla) = &self.cfg.model.mla {
             return self.mla_forward(l, mla, x);
         }
@@ -204,6 +210,9 @@ impl Stack<'_> {
         x: BufId,
         dout: BufId,
     ) -> Result<BufId, WorkloadError> {
+        if let Some(kv) = &self.cfg.model.shared_kv {
+            return self.shared_kv_backward(l, kv, x, dout);
+        }
         if let Some(mla) = &self.cfg.model.mla {
             return self.mla_backward(l, mla, x, dout);
         }

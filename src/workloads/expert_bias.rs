@@ -40,7 +40,7 @@ impl Stack<'_> {
 
     /// Adds a micro-batch's counts to the step's. In the backward pass, which recompute does not repeat.
     pub(super) fn count_tokens(&mut self, l: usize) {
-        let Some(experts) = self.moving_experts() else { return };
+        let Some(experts) = self.moving_experts().filter(|_| !self.hashed(l)) else { return };
         let all = self.of_all_layers("moe.tokens_per_expert", DType::I32, experts);
         let total = self.of_layer(l, all, "moe.tokens_per_expert", experts);
         let counts = self.act_as(l, "moe.counts", DType::I32, &[experts]);

@@ -193,6 +193,7 @@ fn every_weight_has_the_gradient_of_the_loss() {
         ("diffusion", diffusion()),
         ("diffusion of two videos", two_videos()),
         ("vision in two sequences, all DeepStack levels after one layer", vision_levels()),
+        ("deepseek_v4", deepseek_v4()),
     ] {
         assert!(check(what, cfg) >= 13, "{what}");
     }

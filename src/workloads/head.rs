@@ -16,6 +16,7 @@ pub(super) fn embedding_weight(cfg: &RunConfig, share: &RankShare) -> Spec {
 pub(super) fn head_weights(cfg: &RunConfig, share: &RankShare) -> Vec<Spec> {
     let m = &cfg.model;
     let mut out = vec![Spec::ones("final_norm.weight".into(), m.hidden_size)];
+    out.extend(super::hyper::weights(cfg, "hyper_head", true));
     match (m.tied_embeddings, share.has_embedding) {
         (false, _) => {
             out.push(Spec::normal("head.weight".into(), share.vocab, m.hidden_size, m.init_method_std))
@@ -71,6 +72,7 @@ impl Stack<'_> {
     pub(super) fn final_norm(&mut self, x: BufId) -> Result<BufId, WorkloadError> {
         let (l, norm_w) = (self.share.layers.len(), self.weights.get("final_norm.weight")?);
         self.b.at(None, Part::Head, Pass::Forward);
+        let x = self.hyper_head(l, "head", "", x)?;
         Ok(self.norm(l, "head.norm", x, norm_w).0)
     }
 
@@ -133,14 +135,17 @@ impl Stack<'_> {
         Ok(self.reduce_tokens(l, &format!("{name}.dy"), dy, h))
     }
 
-    /// From the logits' gradient to that of the stack's output `x`. `add`: another gradient of the normed output.
+    /// From the logits' gradient to that of the stack's output `x`. `add`: another gradient of the normed output, or with
+    /// hyper-connections of `x`.
     pub(super) fn head_backward(&mut self, x: BufId, add: Option<BufId>) -> Result<BufId, WorkloadError> {
         let (l, norm_w) = (self.share.layers.len(), self.weights.get("final_norm.weight")?);
         let mut dy = self.logits_gradient(l, "head", "head.norm")?;
-        if let Some(add) = add {
+        if let Some(add) = add.filter(|_| !self.hyper()) {
             dy = self.sum(l, "head.dy", dy, add);
         }
         let rstd = self.act_as(l, "head.norm.rstd", DType::F32, &[self.split_tokens]);
-        Ok(self.norm_backward(l, "head.norm", x, rstd, norm_w, dy, None))
+        let one = self.hyper_head_out(l, "head", x);
+        let dx = self.norm_backward(l, "head.norm", one, rstd, norm_w, dy, None);
+        self.hyper_head_backward(l, "head", "", x, dx, add)
     }
 }

@@ -7,7 +7,7 @@ use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
 use crate::config::Activation;
 use crate::config::RunConfig;
-use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape};
+use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape, QUICK_GELU, SILU};
 use crate::ops::squared_relu::{SquaredReluBwd, SquaredReluFwd};
 use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::{BufId, DType, Part, Pass};
@@ -97,12 +97,17 @@ impl Stack<'_> {
     /// a launch of its own the other.
     pub(super) fn fc1_bias(&self, bias: Option<Weight>) -> (Option<BufId>, Option<BufId>) {
         let bias = bias.map(|b| b.value);
-        if self.cfg.model.activation == Activation::QuickGeglu { (bias, None) } else { (None, bias) }
+        if self.clamped() { (bias, None) } else { (None, bias) }
+    }
+
+    fn clamped(&self) -> bool {
+        matches!(self.cfg.model.activation, Activation::QuickGeglu | Activation::SwigluClamped)
     }
 
     fn clamped_glu(&self, rows: usize, ffn: usize, experts: usize, bias: bool) -> GluShape {
         let m = &self.cfg.model;
-        GluShape { rows, ffn, experts, bias, limit: m.activation_clamp, shift: m.glu_linear_offset }
+        let alpha = if m.activation == Activation::QuickGeglu { QUICK_GELU } else { SILU };
+        GluShape { rows, ffn, experts, bias, limit: m.activation_clamp, shift: m.glu_linear_offset, alpha }
     }
 
     /// The activation of `rows` rows of `f` columns: `args` are those of [`SwigluFwd`], routed or not; `bias` is one that
@@ -116,7 +121,7 @@ impl Stack<'_> {
         args: &[BufId],
     ) {
         let (routed, experts) = (experts.is_some(), experts.unwrap_or(0));
-        if self.cfg.model.activation == Activation::QuickGeglu {
+        if self.clamped() {
             let shape = self.clamped_glu(rows, f, experts, bias.is_some());
             self.b.launch(ClampedGluFwd { shape }, &with_bias(args, bias));
         } else if self.cfg.model.activation == Activation::SquaredRelu {
@@ -135,7 +140,7 @@ impl Stack<'_> {
         args: &[BufId],
     ) {
         let (routed, experts) = (experts.is_some(), experts.unwrap_or(0));
-        if self.cfg.model.activation == Activation::QuickGeglu {
+        if self.clamped() {
             let shape = self.clamped_glu(rows, f, experts, bias.is_some());
             self.b.launch(ClampedGluBwd { shape }, &with_bias(args, bias));
         } else if self.cfg.model.activation == Activation::SquaredRelu {

@@ -9,6 +9,7 @@ mod expert_bias;
 #[cfg(test)]
 mod gradients;
 mod head;
+mod hyper;
 #[cfg(test)]
 mod launches;
 mod linear;
@@ -22,6 +23,7 @@ mod optimizer;
 mod recompute;
 pub mod schedule;
 pub mod share;
+mod shared_kv;
 pub mod shrink;
 mod step;
 #[cfg(test)]
@@ -93,6 +95,8 @@ struct Stack<'a> {
     words: BufId,
     /// How weight gradients enter the main gradients: added up, or written once (`--stack_only`).
     accumulate: Accumulate,
+    /// Token ids of the micro-batch at hand, where layers choose experts by them.
+    ids: Option<BufId>,
     /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
     drawing: usize,
     /// Forward launches that the backward pass repeats.

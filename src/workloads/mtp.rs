@@ -4,6 +4,10 @@
 //! (Megatron-Core `multi_token_prediction.py`). The layers are graphed as decoder layers are; what stands between
 //! them is part `mtp`.
 //!
+//! With hyper-connections a depth takes the decoder's residual streams as they are before their head: each is normed and
+//! projected alone, the embedding's projection is added to all, and the depth has a head of its own (DeepSeek-V4; the
+//! two projections are the halves of the one above).
+//!
 //! Upstream has no token beyond a sequence's end and leaves the last k places out of the loss; synthetic sequences go on.
 
 use super::share::{LocalLayer, RankShare};
@@ -14,6 +18,7 @@ use crate::config::RunConfig;
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::columns::{JoinColumns, SplitColumns};
 use crate::ops::dropout::{Dropout, DropoutAddFwd};
+use crate::ops::rmsnorm::RmsNormFwd;
 use crate::ops::step::{TokenGen, Zero};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Shard};
 use std::ops::Range;
@@ -71,12 +76,17 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare) -> Result<Vec<Spec>, W
         let name = |what: &str| format!("mtp{k}.{what}.weight");
         // Tensor rank 0 holds the first columns of the output.
         let rows = h / cfg.parallel.tp;
-        [
-            Spec::ones(name("embedding_norm"), h),
-            Spec::ones(name("hidden_norm"), h),
-            Spec::normal(name("proj"), rows, 2 * h, m.init_method_std).row_blocks(&[(0, rows)]),
-            Spec::ones(name("final_norm"), h),
-        ]
+        let normal = |what: &str, cols: usize| {
+            Spec::normal(name(what), rows, cols, m.init_method_std).row_blocks(&[(0, rows)])
+        };
+        let mut out = vec![Spec::ones(name("embedding_norm"), h), Spec::ones(name("hidden_norm"), h)];
+        match m.hyper_connections {
+            Some(_) => out.extend([normal("embedding_proj", h), normal("hidden_proj", h)]),
+            None => out.push(normal("proj", 2 * h)),
+        }
+        out.push(Spec::ones(name("final_norm"), h));
+        out.extend(super::hyper::weights(cfg, &format!("mtp{k}.hyper_head"), true));
+        out
     };
     Ok((0..held).flat_map(of).collect())
 }
@@ -132,7 +142,8 @@ impl Stack<'_> {
         Ok((0..depths).map(of).collect())
     }
 
-    /// All depths, from the main model's normed output `[split_tokens, hidden]` on; each ends with its own norm.
+    /// All depths, from the main model's normed output `[split_tokens, hidden]` on (with hyper-connections from its streams);
+    /// each ends with its own norm.
     pub(super) fn mtp_forward(&mut self, y: BufId, tokens: &[Tokens]) -> Result<Vec<Passed>, WorkloadError> {
         let (h, t, depths) = (self.cfg.model.hidden_size, self.tokens, tokens.len());
         let mut hidden = y;
@@ -143,6 +154,18 @@ impl Stack<'_> {
             let embedding = self.embed_as(&format!("mtp{k}.embedding"), tokens.ids)?;
             self.b.at(None, Part::Mtp, Pass::Forward);
             let start = self.here();
+            if self.hyper() {
+                let x = self.streams_ahead(k, l, embedding, hidden)?;
+                let (out, inputs) = self.forward(layers, x)?;
+                self.recomputed_depth(start, out);
+                self.b.at(None, Part::Mtp, Pass::Forward);
+                let one = self.hyper_head(l, "mtp", &self.mtp_prefix(k), out)?;
+                let w = self.mtp_weight(k, "final_norm")?;
+                self.norm(l, "mtp.final_norm", one, w);
+                passed.push(Passed { out, inputs, embedding, hidden });
+                hidden = out;
+                continue;
+            }
             let (w, v) = (self.mtp_weight(k, "embedding_norm")?, self.mtp_weight(k, "hidden_norm")?);
             let (e, _) = self.norm(l, "mtp.embedding_norm", embedding, w);
             let (s, _) = self.norm(l, "mtp.hidden_norm", hidden, v);
@@ -211,6 +234,23 @@ impl Stack<'_> {
             let l = layers.start;
             let mut dz = self.logits_gradient(l, "mtp", "mtp.final_norm")?;
             self.b.at(None, Part::Mtp, Pass::Backward);
+            if self.hyper() {
+                let (w, r) = (
+                    self.mtp_weight(k, "final_norm")?,
+                    self.act_as(l, "mtp.final_norm.rstd", DType::F32, &[self.split_tokens]),
+                );
+                let one = self.hyper_head_out(l, "mtp", passed.out);
+                let done = self.norm_backward(l, "mtp.final_norm", one, r, w, dz, None);
+                let prefix = self.mtp_prefix(k);
+                let dout = self.hyper_head_backward(l, "mtp", &prefix, passed.out, done, carried)?;
+                let dx = self.backward(layers, dout, passed.inputs)?;
+                self.b.at(None, Part::Mtp, Pass::Backward);
+                let (dembedding, dhidden) =
+                    self.streams_ahead_backward(k, l, passed.embedding, passed.hidden, dx)?;
+                carried = Some(dhidden);
+                self.embed_backward(tokens[k].ids, dembedding)?;
+                continue;
+            }
             if let Some(from_next) = carried {
                 dz = self.sum(l, "mtp.dz", dz, from_next);
             }
@@ -245,6 +285,68 @@ impl Stack<'_> {
             self.embed_backward(tokens[k].ids, dembedding)?;
         }
         Ok(carried)
+    }
+
+    fn mtp_prefix(&self, k: usize) -> String {
+        format!("mtp{}.", if self.cfg.model.mtp_repeated { 0 } else { k })
+    }
+
+    /// Streams that depth `k` begins with: those of `hidden`, each normed and projected, plus the embedding's projection.
+    fn streams_ahead(
+        &mut self,
+        k: usize,
+        l: usize,
+        embedding: BufId,
+        hidden: BufId,
+    ) -> Result<BufId, WorkloadError> {
+        let (h, t, width) = (self.cfg.model.hidden_size, self.split_tokens, self.stream_width());
+        let rows = t * width / h;
+        let w = |s: &Self, what: &str| s.mtp_weight(k, what);
+        let (e, _) = self.norm(l, "mtp.embedding_norm", embedding, w(self, "embedding_norm")?);
+        // A norm of every stream of every token.
+        let norm = w(self, "hidden_norm")?;
+        let s = self.act(l, "mtp.hidden_norm.out", &[t, width]);
+        let rstd = self.act_as(l, "mtp.hidden_norm.rstd", DType::F32, &[rows]);
+        let (eps, zero_centered) = (self.cfg.model.layernorm_epsilon, self.cfg.model.zero_centered_norms);
+        let op = RmsNormFwd { tokens: rows, hidden: h, eps, zero_centered };
+        self.b.launch(op, &[hidden, norm.value, s, rstd]);
+        let [pe, ps] = [("embedding", h), ("hidden", width)]
+            .map(|(n, cols)| self.act(l, &format!("mtp.{n}_proj.out"), &[t, cols]));
+        self.forward_product(pe, e, w(self, "embedding_proj")?.value, t, h, h, None);
+        self.forward_product(ps, s, w(self, "hidden_proj")?.value, rows, h, h, None);
+        Ok(self.expand_streams(l, "mtp", pe, Some(ps)))
+    }
+
+    /// Gradients of the embedding and of the hidden streams from that of the depth's first streams.
+    fn streams_ahead_backward(
+        &mut self,
+        k: usize,
+        l: usize,
+        embedding: BufId,
+        hidden: BufId,
+        dx: BufId,
+    ) -> Result<(BufId, BufId), WorkloadError> {
+        let (h, t, width) = (self.cfg.model.hidden_size, self.split_tokens, self.stream_width());
+        let rows = t * width / h;
+        let dpe = self.sum_streams(l, "mtp", dx);
+        let (pe, ps) = (self.mtp_weight(k, "embedding_proj")?, self.mtp_weight(k, "hidden_proj")?);
+        let e = self.act(l, "mtp.embedding_norm.out", &[t, h]);
+        let s = self.act(l, "mtp.hidden_norm.out", &[t, width]);
+        self.weight_gradient(pe.grad, dpe, e, t, h, h);
+        self.weight_gradient(ps.grad, dx, s, rows, h, h);
+        let (de, ds) = (self.act(l, "mtp.de", &[t, h]), self.act(l, "mtp.ds", &[t, width]));
+        self.data_gradient(de, dpe, pe.value, t, h, h, None);
+        self.data_gradient(ds, dx, ps.value, rows, h, h, None);
+        let (w, r) = (
+            self.mtp_weight(k, "embedding_norm")?,
+            self.act_as(l, "mtp.embedding_norm.rstd", DType::F32, &[t]),
+        );
+        let dembedding = self.norm_backward(l, "mtp.embedding_norm", embedding, r, w, de, None);
+        let (w, r) =
+            (self.mtp_weight(k, "hidden_norm")?, self.act_as(l, "mtp.hidden_norm.rstd", DType::F32, &[rows]));
+        let inputs = vec![hidden, w.value, r, ds];
+        let dhidden = self.rows_norm_backward(l, "mtp.hidden_norm", inputs, [rows, h], false, w.grad);
+        Ok((dembedding, dhidden))
     }
 
     /// `a + b`, `[split_tokens, hidden]`.

@@ -270,7 +270,12 @@ impl Walk<'_> {
                 continue;
             }
             let root = self.program.root(id).0;
-            if self.program.buffer(root).lifetime == Lifetime::Activation {
+            // What outlives the step (a fault word) is never dropped.
+            let lifetime = self.program.buffer(root).lifetime;
+            if lifetime == Lifetime::StepState {
+                continue;
+            }
+            if lifetime == Lifetime::Activation {
                 self.now.insert(root, self.values.written[i][a]);
             }
             match self.chains[i].get(depth) {

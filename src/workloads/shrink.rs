@@ -87,8 +87,24 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
                 kinds.push(*kind);
             }
         }
-        // Of each kind one with and one without a window, where both are.
-        let turns = if m.window.is_some_and(|w| w.skip_freq.is_some()) { 2 } else { 1 };
+        // Of each kind one with and one without a window, or routed by token ids and by scores, where both are.
+        let hashed = m.moe.as_ref().is_some_and(|moe| moe.hash_layers > 0);
+        let windows = m.window.is_some_and(|w| w.skip_freq.is_some());
+        let turns = if windows || hashed || m.shared_kv.is_some() { 2 } else { 1 };
+        if let Some(moe) = &mut m.moe {
+            moe.hash_layers = moe.hash_layers.min(kinds.len());
+        }
+        if let Some(kv) = &mut m.shared_kv {
+            // The first layer's, a compressed one, then those of multi-token prediction.
+            let (first, ahead) = (kv.compress_ratios.first().copied(), m.mtp_layers.len() * m.mtp_num_layers);
+            let of_mtp = kv.compress_ratios.split_off(m.layers.len().min(kv.compress_ratios.len()));
+            let compressed = kv.compress_ratios.iter().copied().max();
+            kv.compress_ratios = vec![compressed.unwrap_or(0); turns * chunks * kinds.len()];
+            if let (Some(r), Some(first)) = (kv.compress_ratios.first_mut(), first) {
+                *r = first;
+            }
+            kv.compress_ratios.extend(of_mtp.into_iter().take(ahead));
+        }
         m.layers = kinds.repeat(turns * chunks);
         if let Some(skip) = m.window.as_mut().and_then(|w| w.skip_freq.as_mut()) {
             *skip = (*skip).min(turns * kinds.len());
@@ -133,6 +149,12 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         mla.qk_pos_emb_head_dim = mla.qk_pos_emb_head_dim.min(LATENT_HEAD / 2);
         mla.v_head_dim = mla.v_head_dim.min(LATENT_HEAD);
     }
+    if let Some(kv) = &mut m.shared_kv {
+        kv.q_lora_rank = kv.q_lora_rank.min(LATENT);
+        kv.rotary = kv.rotary.min(LATENT_HEAD / 2);
+        kv.o_groups = kv.o_groups.min(GROUP);
+        kv.o_lora_rank = kv.o_lora_rank.min(LATENT_HEAD);
+    }
     if let Some(mamba) = &mut m.mamba {
         mamba.num_heads = mamba.num_heads.min(MAMBA_HEADS * tp);
         mamba.num_groups = mamba.num_groups.min(tp);
@@ -164,6 +186,9 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         b.seq_length = b.seq_length.min(SEQUENCE);
         if let Some(window) = &mut m.window {
             window.keys = window.keys.min(WINDOW);
+        }
+        if let Some(kv) = &mut m.shared_kv {
+            kv.window = kv.window.min(WINDOW);
         }
     }
     b.micro_batch_size = b.micro_batch_size.min(2);

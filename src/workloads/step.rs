@@ -14,7 +14,7 @@ use crate::ops::collective::{Collective, StandIn};
 use crate::ops::gemm::Accumulate;
 use crate::ops::rng::{WORD_LR, WORD_SEED_HI, WORD_SEED_LO, WORDS};
 use crate::ops::rope::Positions;
-use crate::ops::step::{MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
+use crate::ops::step::{Copy, MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program, lanes};
 use std::collections::HashMap;
@@ -76,6 +76,7 @@ pub(super) fn build_in_order(
         positions,
         words,
         accumulate,
+        ids: None,
         drawing: 0,
         regions: Vec::new(),
     };
@@ -102,7 +103,7 @@ fn step_end(cfg: &RunConfig) -> StepEnd {
 }
 
 impl Stack<'_> {
-    /// The layers of one chunk; returns its output and every part's input.
+    /// The layers of one chunk; returns its output, and every part's input and output.
     pub(super) fn forward(
         &mut self,
         layers: Range<usize>,
@@ -110,15 +111,20 @@ impl Stack<'_> {
     ) -> Result<(BufId, Vec<BufId>), WorkloadError> {
         let mut inputs = Vec::new();
         for l in layers {
-            for sublayer in sublayers(self.share.layers[l].kind)? {
+            let of_layer = sublayers(self.share.layers[l].kind)?;
+            for (n, sublayer) in of_layer.iter().enumerate() {
                 inputs.push(x);
-                x = match sublayer {
-                    Sublayer::Attention => self.attention_forward(l, x)?,
-                    Sublayer::Mlp => self.mlp_forward(l, x)?,
-                    Sublayer::Moe => self.moe_forward(l, x)?,
-                    Sublayer::Mamba => self.mamba_forward(l, x)?,
-                    Sublayer::DeltaNet => self.delta_net_forward(l, x)?,
+                let inner = self.hyper_enter(l, *sublayer, x)?;
+                let out = match sublayer {
+                    Sublayer::Attention => self.attention_forward(l, inner)?,
+                    Sublayer::Mlp => self.mlp_forward(l, inner)?,
+                    Sublayer::Moe => self.moe_forward(l, inner)?,
+                    Sublayer::Mamba => self.mamba_forward(l, inner)?,
+                    Sublayer::DeltaNet => self.delta_net_forward(l, inner)?,
                 };
+                let kept = self.hyper_kept(l, n + 1 == of_layer.len());
+                x = self.hyper_leave(l, *sublayer, x, out, kept)?;
+                inputs.push(out);
             }
             x = self.deepstack_forward(l, x);
             self.recomputed_layer(l, x);
@@ -135,16 +141,19 @@ impl Stack<'_> {
         for l in layers.rev() {
             self.deepstack_backward(l, dx);
             for sublayer in sublayers(self.share.layers[l].kind)?.iter().rev() {
-                let x = inputs
-                    .pop()
-                    .ok_or_else(|| WorkloadError::Internal("more backward than forward parts".into()))?;
-                dx = match sublayer {
-                    Sublayer::Attention => self.attention_backward(l, x, dx)?,
-                    Sublayer::Mlp => self.mlp_backward(l, x, dx)?,
-                    Sublayer::Moe => self.moe_backward(l, x, dx)?,
-                    Sublayer::Mamba => self.mamba_backward(l, x, dx)?,
-                    Sublayer::DeltaNet => self.delta_net_backward(l, x, dx)?,
+                let (Some(out), Some(x)) = (inputs.pop(), inputs.pop()) else {
+                    return Err(WorkloadError::Internal("more backward than forward parts".into()));
                 };
+                let through = self.hyper_leave_backward(l, *sublayer, x, out, dx)?;
+                let (inner, dout) = (through.inner, through.dout);
+                let dy = match sublayer {
+                    Sublayer::Attention => self.attention_backward(l, inner, dout)?,
+                    Sublayer::Mlp => self.mlp_backward(l, inner, dout)?,
+                    Sublayer::Moe => self.moe_backward(l, inner, dout)?,
+                    Sublayer::Mamba => self.mamba_backward(l, inner, dout)?,
+                    Sublayer::DeltaNet => self.delta_net_backward(l, inner, dout)?,
+                };
+                dx = self.hyper_enter_backward(l, *sublayer, x, dy, dx, &through)?;
             }
         }
         Ok(dx)
@@ -152,7 +161,11 @@ impl Stack<'_> {
 
     /// `--stack_only`: the layers alone, inputs and output gradients given, gradients written once.
     fn bare_stack(&mut self) -> Result<(), WorkloadError> {
-        let shape = [self.split_tokens, self.cfg.model.hidden_size];
+        let shape = [self.split_tokens, self.stream_width()];
+        if self.hash_layers() {
+            self.b.at(None, Part::Step, Pass::Other);
+            self.ids = Some(self.tokens_of("stack").ids);
+        }
         let given = |s: &mut Self, name: &str, std: f64| {
             s.b.buffer(name, DType::Bf16, &shape, Lifetime::Constant, Init::Normal { std })
         };
@@ -231,7 +244,7 @@ impl Stack<'_> {
 
     /// Tokens of one micro-batch, where the rank has the embedding or the loss.
     fn micro_batch_tokens(&mut self, mb: usize) -> Result<Option<MicroBatch>, WorkloadError> {
-        if !self.share.has_embedding && !self.share.has_loss {
+        if !self.share.has_embedding && !self.share.has_loss && !self.hash_layers() {
             return Ok(None);
         }
         self.draw_for(mb)?;
@@ -239,10 +252,18 @@ impl Stack<'_> {
         if let Some(d) = &self.cfg.model.diffusion {
             return Ok(Some(MicroBatch::Video(self.video_sample(d, mb)?)));
         }
-        // They outlive the step, small as they are: static inputs of a full-iteration graph, read by --dump.
+        let main = self.tokens_of(&format!("mb{mb}"));
+        let mtp = self.mtp_tokens(mb)?;
+        let pixels = self.pixels(mb);
+        Ok(Some(MicroBatch::Text { main, mtp, pixels }))
+    }
+
+    /// Draws ids and labels `[tokens]`. They outlive the step, small as they are: static inputs of a full-iteration graph,
+    /// read by --dump.
+    fn tokens_of(&mut self, name: &str) -> Tokens {
         let [ids, labels] = ["ids", "labels"].map(|n| {
             self.b.buffer(
-                &format!("{n}.mb{mb}"),
+                &format!("{n}.{name}"),
                 DType::I32,
                 &[self.tokens],
                 Lifetime::StepState,
@@ -255,9 +276,23 @@ impl Stack<'_> {
             TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
             &[self.words, ids, labels],
         );
-        let mtp = self.mtp_tokens(mb)?;
-        let pixels = self.pixels(mb);
-        Ok(Some(MicroBatch::Text { main: Tokens { ids, labels }, mtp, pixels }))
+        Tokens { ids, labels }
+    }
+
+    /// Whether a local layer chooses experts by token ids.
+    fn hash_layers(&self) -> bool {
+        (0..self.share.layers.len()).any(|l| self.hashed(l))
+    }
+
+    /// The micro-batch's ids in one place for all micro-batches, so that these share the graphs of the layers that read them.
+    fn routing_ids(&mut self, layers: &Range<usize>, ids: BufId) -> Option<BufId> {
+        if !layers.clone().any(|l| self.hashed(l)) {
+            return None;
+        }
+        self.b.at(None, Part::Embedding, Pass::Forward);
+        let here = self.b.activation("moe.ids", DType::I32, &[self.tokens]);
+        self.b.launch(Copy { dtype: DType::I32, len: self.tokens }, &[ids, here]);
+        Some(here)
     }
 
     /// The chunk's layers, and whether the model begins and ends with it.
@@ -276,10 +311,15 @@ impl Stack<'_> {
         loss: BufId,
     ) -> Result<InFlight, WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
+        self.ids = match tokens {
+            Some(MicroBatch::Text { main, .. }) => self.routing_ids(&layers, main.ids),
+            _ => None,
+        };
         let x = match tokens.filter(|_| first) {
             Some(MicroBatch::Text { main, pixels, .. }) => {
                 let x = self.embed_as("embedding", main.ids)?;
-                self.vision_forward(*pixels, x)?
+                let x = self.vision_forward(*pixels, x)?;
+                self.expand_streams(layers.start, "embedding", x, None)
             }
             Some(MicroBatch::Video(sample)) => match &self.cfg.model.diffusion {
                 Some(d) => self.dit_begin(d, *sample)?,
@@ -292,7 +332,7 @@ impl Stack<'_> {
         match tokens.filter(|_| last) {
             Some(MicroBatch::Text { main, mtp: ahead, .. }) => {
                 let y = self.final_norm(out)?;
-                mtp = self.mtp_forward(y, ahead)?;
+                mtp = self.mtp_forward(if self.hyper() { out } else { y }, ahead)?;
                 self.head_and_loss(y, main.labels, loss)?;
                 self.mtp_losses(ahead)?;
             }
@@ -330,6 +370,8 @@ impl Stack<'_> {
         let dx = self.backward(layers, dout, passed.inputs)?;
         match tokens.filter(|_| first) {
             Some(MicroBatch::Text { main, pixels, .. }) => {
+                self.b.at(None, Part::Embedding, Pass::Backward);
+                let dx = self.sum_streams(0, "embedding", dx);
                 let dx = self.vision_backward(*pixels, dx)?;
                 self.embed_backward(main.ids, dx)?
             }
@@ -346,7 +388,7 @@ impl Stack<'_> {
     /// What another stage sends, `[split_tokens, hidden]`: drawn where it would be computed, then copied.
     fn receive(&mut self, chunk: usize, what: &str, std: f64, pass: Pass) -> BufId {
         self.b.at(None, Part::Pipeline, pass);
-        let shape = [self.split_tokens, self.cfg.model.hidden_size];
+        let shape = [self.split_tokens, self.stream_width()];
         let there = self.b.transient(&format!("peer.{what}"), DType::Bf16, &shape);
         let rng = self.b.rng(&format!("given.stage{chunk}.{what}"), 0);
         self.b.launch(
@@ -361,7 +403,7 @@ impl Stack<'_> {
     /// What goes to another stage. The last of each kind outlives the step, so that the arms can be compared on it.
     fn send(&mut self, what: &str, x: BufId, pass: Pass) {
         self.b.at(None, Part::Pipeline, pass);
-        let shape = [self.split_tokens, self.cfg.model.hidden_size];
+        let shape = [self.split_tokens, self.stream_width()];
         let zero = Init::Const { value: 0.0 };
         let there = self.b.buffer(&format!("sent.{what}"), DType::Bf16, &shape, Lifetime::StepState, zero);
         self.transfer(Collective::Send, x, there);
@@ -371,7 +413,7 @@ impl Stack<'_> {
     }
 
     fn transfer(&mut self, kind: Collective, from: BufId, to: BufId) {
-        let (rows, cols) = (self.split_tokens, self.cfg.model.hidden_size);
+        let (rows, cols) = (self.split_tokens, self.stream_width());
         self.b.launch(StandIn { kind, rows, cols, ranks: 2, dtype: DType::Bf16 }, &[from, to]);
     }
 }

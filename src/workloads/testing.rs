@@ -53,6 +53,8 @@ pub fn dense() -> RunConfig {
             mamba: None,
             delta_net: None,
             mla: None,
+            shared_kv: None,
+            hyper_connections: None,
             mtp_num_layers: 0,
             mtp_layers: vec![LayerKind::Dense],
             mtp_repeated: false,
@@ -90,7 +92,13 @@ pub fn dense() -> RunConfig {
             te_rng_tracker: false,
             staging: true,
         },
-        recompute: Recompute { granularity: None, method: None, num_layers: None, modules: vec![] },
+        recompute: Recompute {
+            granularity: None,
+            method: None,
+            num_layers: None,
+            modules: vec![],
+            mhc_layers: None,
+        },
         optimizer: Optimizer {
             kind: "adam".into(),
             lr: 3e-4,
@@ -134,6 +142,7 @@ pub fn moe(dispatcher: Dispatcher) -> RunConfig {
         num_groups: 1,
         group_topk: 1,
         expert_bias: false,
+        hash_layers: 0,
         bias_update_rate: 0.0,
         aux_loss_coeff: 1e-3,
         load_balancing_type: "aux_loss".into(),
@@ -279,6 +288,39 @@ pub fn deepseek() -> RunConfig {
         (moe.num_groups, moe.group_topk) = (4, 2);
         (moe.expert_bias, moe.bias_update_rate) = (true, 1e-3);
         moe.force_load_balancing = false;
+    }
+    cfg
+}
+
+/// A small DeepSeek-V4: two expert layers of four residual streams, the first routed by token ids and with a window of 5
+/// keys, shared keys and values, sinks, output in two groups, clamped SwiGLU, square roots of softplus.
+pub fn deepseek_v4() -> RunConfig {
+    let mut cfg = moe(Dispatcher::Flex);
+    let yarn = deepseek().model.rope_scaling;
+    let m = &mut cfg.model;
+    (m.num_query_groups, m.attention_sinks) = (1, true);
+    m.mtp_layers = vec![LayerKind::Moe];
+    m.activation = Activation::SwigluClamped;
+    m.activation_clamp = Some(0.5);
+    m.rope_scaling = yarn;
+    m.shared_kv = Some(SharedKv {
+        q_lora_rank: 40,
+        rotary: 8,
+        o_groups: 2,
+        o_lora_rank: 24,
+        window: 5,
+        compress_ratios: vec![0, 4, 0],
+        compress_rotary_base: 4e4,
+    });
+    m.hyper_connections = Some(HyperConnections { num_residual_streams: 4, sinkhorn_iterations: 20 });
+    if let Some(moe) = &mut m.moe {
+        moe.score_function = ScoreFunction::SqrtSoftplus;
+        moe.topk_scaling_factor = Some(1.5);
+        moe.shared_expert_intermediate_size = Some(32);
+        (moe.expert_bias, moe.bias_update_rate) = (true, 1e-3);
+        moe.force_load_balancing = false;
+        moe.hash_layers = 1;
+        moe.rank_capacity_factor = Some(1.5);
     }
     cfg
 }

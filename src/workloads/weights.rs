@@ -3,7 +3,7 @@
 
 use super::share::{LocalLayer, RankShare};
 use super::{
-    Sublayer, WorkloadError, attention, delta_net, dit, head, mamba, mlp, moe, mtp, sublayers, vision,
+    Sublayer, WorkloadError, attention, delta_net, dit, head, hyper, mamba, mlp, moe, mtp, sublayers, vision,
 };
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
@@ -122,6 +122,7 @@ impl Weights {
         }
         for &LocalLayer { index, kind } in &share.layers {
             for sublayer in sublayers(kind)? {
+                specs.extend(hyper::sublayer_weights(cfg, *sublayer, index));
                 specs.extend(match sublayer {
                     Sublayer::Attention => attention::weights(cfg, share, index),
                     Sublayer::Mlp => mlp::weights(cfg, share, index),

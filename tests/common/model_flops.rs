@@ -1,6 +1,6 @@
 //! FLOPs of a step that a model asks for, by the formulas of the field, without a look at any launch.
 
-use mbperf::config::{Activation, Diffusion, LayerKind, Mla, RunConfig};
+use mbperf::config::{Activation, Diffusion, LayerKind, Mla, RunConfig, SharedKv};
 use mbperf::workloads::share::RankShare;
 
 /// Forward and backward of one multiplication by a weight: 2 and 4 FLOPs.
@@ -23,7 +23,9 @@ pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
     let tower = if share.has_embedding { tower(cfg) } else { 0.0 };
-    (layers + PER_WEIGHT * head + ahead(cfg, share, head) + tower) * cfg.batch.num_microbatches as f64
+    let one_stream = if share.has_loss { streams(cfg, share, 1) } else { 0.0 };
+    (layers + PER_WEIGHT * (head + one_stream) + ahead(cfg, share, head) + tower)
+        * cfg.batch.num_microbatches as f64
 }
 
 /// Blocks of self-attention, cross-attention and an MLP; patches, text and head beside them. Patches and text are given, so
@@ -60,9 +62,35 @@ fn ahead(cfg: &RunConfig, share: &RankShare, head: f64) -> f64 {
         return 0.0;
     }
     let h = cfg.model.hidden_size;
-    let layers: f64 = cfg.model.mtp_layers.iter().map(|kind| layer(*kind, cfg, share, None)).sum();
-    let projection = product(&[2 * h, h / cfg.parallel.tp, share.tokens]);
+    let first = cfg.model.layers.len();
+    let window = |i: usize| cfg.model.shared_kv.as_ref().and_then(|_| cfg.model.window_of(first + i));
+    let of = cfg.model.mtp_layers.iter().enumerate();
+    let layers: f64 = of.map(|(i, kind)| layer(*kind, cfg, share, window(i))).sum();
+    // The embedding's projection, and the hidden state's or that of each of its streams.
+    let states = cfg.model.hyper_connections.map_or(1, |h| h.num_residual_streams);
+    let projection = product(&[1 + states, h, h / cfg.parallel.tp, share.tokens]) + streams(cfg, share, 1);
     cfg.model.mtp_num_layers as f64 * (layers + PER_WEIGHT * (projection + head))
+}
+
+/// Weights of hyper-connections that a token passes: of `pre` maps, and of post and res where there is more than one kind.
+fn streams(cfg: &RunConfig, share: &RankShare, kinds: usize) -> f64 {
+    let Some(hyper) = cfg.model.hyper_connections else { return 0.0 };
+    let n = hyper.num_residual_streams;
+    // Products have a multiple of eight rows.
+    let maps = (if kinds == 1 { n } else { n * (n + 2) }).next_multiple_of(8);
+    product(&[maps, n * cfg.model.hidden_size, share.tokens])
+}
+
+/// DeepSeek-V4: queries through a latent, one key head, the output through the groups' ranks; hyper-connections around.
+fn shared_kv(cfg: &RunConfig, kv: &SharedKv, share: &RankShare, window: Option<usize>) -> f64 {
+    let (h, d, heads) = (cfg.model.hidden_size, cfg.model.kv_channels, share.heads);
+    let weights = h * kv.q_lora_rank
+        + kv.q_lora_rank * heads * d
+        + h * d
+        + heads * d * kv.o_lora_rank
+        + kv.o_groups * kv.o_lora_rank * h;
+    let scores = 4.0 * pairs(share, window) * product(&[cfg.batch.micro_batch_size, heads, d]);
+    PER_WEIGHT * product(&[weights, share.tokens]) + BOTH_PASSES * scores
 }
 
 /// Of one micro-batch.
@@ -105,6 +133,9 @@ fn latent_attention(cfg: &RunConfig, mla: &Mla, share: &RankShare) -> f64 {
 }
 
 fn attention(cfg: &RunConfig, share: &RankShare, window: Option<usize>) -> f64 {
+    if let Some(kv) = &cfg.model.shared_kv {
+        return shared_kv(cfg, kv, share, window) + PER_WEIGHT * streams(cfg, share, 3);
+    }
     if let Some(mla) = &cfg.model.mla {
         return latent_attention(cfg, mla, share);
     }
@@ -130,7 +161,7 @@ fn experts(cfg: &RunConfig, share: &RankShare) -> f64 {
     // Drop and pad: the experts compute their capacity, whatever they get.
     let filled = moe.capacity_factor.filter(|_| moe.pad_to_capacity).unwrap_or(1.0);
     let shared = product(&[matrices(cfg), h, share.shared_expert_ffn.unwrap_or(0), share.tokens]);
-    PER_WEIGHT * (router + latent + routed * filled + shared)
+    PER_WEIGHT * (router + latent + routed * filled + shared + streams(cfg, share, 3))
 }
 
 fn mamba(cfg: &RunConfig, share: &RankShare) -> f64 {

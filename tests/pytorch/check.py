@@ -63,7 +63,8 @@ def gradients_of_storage(cfg, w, step):
     """Gradients of the step when PyTorch stores in bf16 what mbperf does."""
     w = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
     places = [(F, n) for n in ("linear", "rms_norm", "layer_norm", "silu", "gelu", "conv1d", "scaled_dot_product_attention")]
-    places += [(Step, n) for n in ("attention", "latent_attention", "delta_net", "mamba", "mlp", "moe", "block", "merger", "video_block", "modulated")]
+    places += [(Step, n) for n in ("attention", "latent_attention", "shared_kv_attention", "delta_net", "mamba", "mlp", "moe")]
+    places += [(Step, n) for n in ("block", "merger", "video_block", "modulated", "one_stream", "back_into_streams")]
     kept = [getattr(*place) for place in places]
     try:
         for (owner, name), f in zip(places, kept):
@@ -159,6 +160,7 @@ class Step:
         self.m = cfg["model"]
         self.aux = torch.zeros(())
         self.rows = {}  # of each bias: what was added to rows
+        self.sites = {}  # of each place of hyper-connections: what its maps were made of and applied to
 
     def norm(self, x, name):
         w = self.w[name].reshape(-1)
@@ -189,7 +191,114 @@ class Step:
         o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=scale)
         return x + F.linear(o.transpose(1, 2).reshape(b, s, heads * dv), w("proj"))
 
+    def add(self, x, out):
+        """The residual; hyper-connections add it themselves."""
+        return out if self.m.get("hyper_connections") else x + out
+
+    def shared_kv_attention(self, i, x):
+        """DeepSeek-V4: one key head, which is the value too; rotations as complex factors, of the output back again."""
+        m, p, a = self.m, f"layer{i}.attn.", self.m["shared_kv"]
+        heads, d, rot, eps = m["num_attention_heads"], m["kv_channels"], a["rotary"], m["layernorm_epsilon"]
+        b, s, _ = x.shape
+        w = lambda what: self.w[p + what + ".weight"]
+        compressed = a["compress_ratios"][i] > 0
+        frequencies = dict(m, rotary_base=a["compress_rotary_base"]) if compressed else dict(m, rope_scaling=None)
+        c, sn = (t.squeeze(2)[0] for t in angles(torch.arange(s), frequencies, rot))
+        size = (c.square() + sn.square()).sqrt()  # YaRN's amplitude is left out
+        factor = torch.complex(c / size, sn / size)[None, :, None]
+
+        def turned(t, factor):
+            plain, part = t.split([d - rot, rot], -1)
+            pairs = torch.view_as_complex(part.reshape(*part.shape[:-1], rot // 2, 2).contiguous())
+            return torch.cat([plain, torch.view_as_real(pairs * factor).flatten(-2)], -1)
+
+        y = self.norm(x, p + "norm.weight")
+        q = F.linear(self.norm(F.linear(y, w("q_down")), p + "q_norm.weight"), w("q_up")).view(b, s, heads, d)
+        q = turned(F.rms_norm(q, (d,), None, eps), factor)
+        key = turned(self.norm(F.linear(y, w("kv")), p + "kv_norm.weight")[:, :, None], factor)
+        back = torch.arange(s)[:, None] - torch.arange(s)[None]
+        seen = (back >= 0) & (compressed | (back < a["window"]))
+        scores = (torch.einsum("bihd,bjd->bhij", q, key[:, :, 0]) / math.sqrt(d)).masked_fill(~seen, -math.inf)
+        sink = self.w[p + "sinks"].view(1, heads, 1, 1).expand(b, heads, s, 1)
+        o = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ key[:, None, :, 0]
+        o = turned(o.transpose(1, 2), factor.conj()).reshape(b, s, a["o_groups"], -1)
+        o = torch.einsum("bsgd,grd->bsgr", o, w("group_proj").view(a["o_groups"], a["o_lora_rank"], -1))
+        return self.add(x, F.linear(o.flatten(2), w("proj")))
+
+    def maps(self, x, p, head):
+        """The logits before scale and base, pre, and of a sublayer post and res, of the streams x [b, s, n, h]."""
+        n, eps = x.shape[2], 1e-6
+        flat = x.flatten(2)
+        w = lambda what: self.w[p + what + ".weight"]
+        flat = F.rms_norm(flat, (flat.shape[-1],), None, self.m["layernorm_epsilon"])
+        logits, scale, base = flat @ w("proj").view(-1, flat.shape[-1]).t(), w("scale").view(-1), w("base").view(-1)
+        part = lambda i, a, z: logits[..., a:z] * scale[i] + base[a:z]
+        pre = torch.sigmoid(part(0, 0, n)) + eps
+        if head:
+            return logits, pre, None, None
+        m = torch.softmax(part(2, 2 * n, n * (n + 2)).unflatten(-1, (n, n)), -1) + eps
+        m = m / (m.sum(-2, keepdim=True) + eps)
+        for _ in range(self.m["hyper_connections"]["sinkhorn_iterations"] - 1):
+            m = m / (m.sum(-1, keepdim=True) + eps)
+            m = m / (m.sum(-2, keepdim=True) + eps)
+        return logits, pre, 2 * torch.sigmoid(part(1, n, 2 * n)), m
+
+    def one_stream(self, x, pre):
+        return torch.einsum("bsn,bsnh->bsh", pre, x)
+
+    def back_into_streams(self, x, post, res, out):
+        return torch.einsum("bsij,bsih->bsjh", res, x) + post[..., None] * out[:, :, None]
+
+    def head_stream(self, x, p):
+        """One stream before a last norm."""
+        if not self.m.get("hyper_connections"):
+            return x
+        p += "hyper_head."
+        logits, pre, _, _ = self.maps(x, p, True)
+        y = self.one_stream(x, pre)
+        y.retain_grad()
+        self.sites[p] = (x, y, None, None, logits, pre, None, None)
+        return y
+
+    def around(self, i, what, sublayer, x):
+        """A sublayer, with hyper-connections around it where the model has them."""
+        if not self.m.get("hyper_connections"):
+            return sublayer(x)
+        p = f"layer{i}.{what}.hyper."
+        logits, pre, post, res = self.maps(x, p, False)
+        y = self.one_stream(x, pre)
+        y.retain_grad()
+        out = sublayer(y)
+        after = self.back_into_streams(x, post, res, out)
+        after.retain_grad()
+        self.sites[p] = (x, y, out, after, logits, pre, post, res)
+        return after
+
+    def hyper_sizes(self):
+        """Size of what is summed in each gradient of hyper-connections. A map's gradient is the dot of a gradient with a
+        stream, and streams that are alike, a norm behind, and Sinkhorn-Knopp make such dots cancel: 2^-9 of the
+        factors' lengths is left by rounding, whatever the dot is."""
+        sizes, length = {}, lambda t: t.norm(dim=-1)
+        for p, site in self.sites.items():
+            x, y, out, after, logits, pre, post, res = (t if t is None else t.detach() for t in site)
+            n = x.shape[2]
+            s = length(site[1].grad)[..., None] * length(x) * pre * (1 - pre).abs()
+            if out is not None:
+                d = length(site[3].grad)
+                of_post = d * length(out)[..., None] * post * (1 - post / 2)
+                of_res = length(x)[..., :, None] * d[..., None, :] * res
+                s = torch.cat([s, of_post, of_res.flatten(-2)], -1)
+            k = s.shape[-1]
+            scale = self.w[p + "scale.weight"].detach().view(-1)[(torch.arange(k) // n).clamp(max=2)]
+            sizes[p + "base.weight"] = s.norm().item()
+            sizes[p + "scale.weight"] = (s * logits[..., :k]).norm().item()
+            # A normed row is as long as the root of its elements' number.
+            sizes[p + "proj.weight"] = (s * scale).norm().item() * math.sqrt(n * x.shape[3])
+        return sizes
+
     def attention(self, i, x):
+        if self.m.get("shared_kv"):
+            return self.shared_kv_attention(i, x)
         if self.m.get("mla"):
             return self.latent_attention(i, x)
         m, p = self.m, f"layer{i}.attn."
@@ -246,6 +355,10 @@ class Step:
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return gate * torch.sigmoid(1.702 * gate) * (up + self.m["glu_linear_offset"])
+        if self.m["activation"] == "swiglu_clamped":
+            gate, up = a.chunk(2, -1)
+            limit = self.m["activation_clamp"]
+            return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         if self.m["activation"] == "squared_relu":
             return F.relu(a).square()
         gate, up = a.chunk(2, -1)
@@ -313,13 +426,18 @@ class Step:
         scores = self.step[f"l{local}.moe.scores"]
         index = self.step[f"l{local}.moe.index"].long()
         forced = e["force_load_balancing"] or e["routing"] != "recipe"
-        sigmoid = e["score_function"] == "sigmoid"
+        softplus = e["score_function"] == "sqrtsoftplus"
+        sigmoid = softplus or e["score_function"] == "sigmoid"  # scores of each expert alone
+        hashed = i < e.get("hash_layers", 0)
         if forced:  # the forced logits' values, the gate's gradient
             value = torch.logit(scores) if sigmoid else scores.log()
+            if softplus:
+                value = torch.expm1(scores.double().square()).log().float()
             logits = value + (gate - gate.detach())
         else:
             logits = gate
-        s_all = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+        one_by_one = lambda t: F.softplus(t).sqrt() if softplus else torch.sigmoid(t)
+        s_all = one_by_one(logits) if sigmoid else torch.softmax(logits, -1)
         if sigmoid:
             probs = s_all.gather(1, index)
             if k > 1:
@@ -330,7 +448,12 @@ class Step:
             probs = torch.softmax(logits.gather(1, index), -1)
         if e["topk_scaling_factor"]:
             probs = probs * e["topk_scaling_factor"]
-        if not forced:  # the dumped choice must be the top k of our own scores, but for ties within rounding
+        if hashed:  # distinct experts, the same for all tokens of an id
+            ids = self.step["ids.mb0"].long().view(-1)
+            assert (index.sort(-1).values.diff(dim=-1) > 0).all(), "an expert was chosen twice"
+            same = ids[:, None] == ids[None]
+            assert ((index[:, None] == index[None]).all(-1) | ~same).all(), "experts are no function of the id"
+        elif not forced:  # the dumped choice must be the top k of our own scores, but for ties within rounding
             groups, chosen = e["num_groups"], e["group_topk"]
             if groups > 1:  # the expert bias is still zero: groups by the sum of their best scores
                 grouped = s_all.view(-1, groups, experts // groups)
@@ -383,7 +506,7 @@ class Step:
             shared = self.gated(y, p + "shared.")
             gate = self.w.get(p + "shared.gate.weight")
             out = out + (shared if gate is None else torch.sigmoid(F.linear(y, gate.view(1, -1))) * shared)
-        return x + out.view_as(x)
+        return self.add(x, out.view_as(x))
 
     def layer_norm(self, x, name):
         return self.biased(F.layer_norm(x, (x.shape[-1],), self.w[name + ".weight"].view(-1), eps=1e-6), name)
@@ -497,11 +620,14 @@ class Step:
             merged, levels = self.tower()
             first, last = vision["start"], vision["start"] + merged.shape[1]
             x = torch.cat([x[:, :first], merged, x[:, last:]], 1)
+        hyper = self.m.get("hyper_connections")
+        if hyper:
+            x = x[:, :, None].expand(-1, -1, hyper["num_residual_streams"], -1)
         for i, kind in enumerate(self.m["layers"]):
             x = self.layer(i, i, kind, x)
             for level in levels[i : i + 1] if i + 1 < layers else levels[i:]:
                 x = x + F.pad(level, (0, 0, first, s - last))
-        y = self.norm(x, "final_norm.weight")
+        y = self.norm(self.head_stream(x, ""), "final_norm.weight")
         head = self.w.get("head.weight", self.w["embedding.weight"])
         entropy = lambda y, labels: F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)
         loss, ahead = entropy(y, labels), torch.zeros(())
@@ -510,11 +636,16 @@ class Step:
             held = 0 if self.m["mtp_repeated"] else k
             p, first = f"mtp{held}.", len(self.m["layers"]) + held * len(kinds)
             e = F.embedding(self.step[f"ids.mtp{k}.mb0"].long().view(b, s), self.w["embedding.weight"])
-            e, y = self.norm(e, p + "embedding_norm.weight"), self.norm(y, p + "hidden_norm.weight")
-            x = F.linear(torch.cat([e, y], -1), self.w[p + "proj.weight"])
+            e = self.norm(e, p + "embedding_norm.weight")
+            if hyper:  # of the streams, each alone
+                y = F.linear(self.norm(x, p + "hidden_norm.weight"), self.w[p + "hidden_proj.weight"])
+                x = F.linear(e, self.w[p + "embedding_proj.weight"])[:, :, None] + y
+            else:
+                y = self.norm(y, p + "hidden_norm.weight")
+                x = F.linear(torch.cat([e, y], -1), self.w[p + "proj.weight"])
             for i, kind in enumerate(kinds):
                 x = self.layer(first + i, len(self.m["layers"]) + k * len(kinds) + i, kind, x)
-            y = self.norm(x, p + "final_norm.weight")
+            y = self.norm(self.head_stream(x, p), p + "final_norm.weight")
             ahead = ahead + entropy(y, self.step[f"labels.mtp{k}.mb0"].long().view(-1))
         if depths:
             ahead = self.m["mtp_loss_scaling_factor"] / depths * ahead
@@ -524,7 +655,7 @@ class Step:
     def layer(self, i, local, kind, x):
         """Layer `i` of the model, number `local` of those that were run."""
         if kind in ("dense", "moe", "attn_only"):
-            x = self.attention(i, x)
+            x = self.around(i, "attn", lambda x: self.attention(i, x), x)
         if kind in ("delta_dense", "delta_moe"):
             x = self.delta_net(i, x)
         if kind in ("dense", "mlp_only", "delta_dense"):
@@ -532,7 +663,7 @@ class Step:
         if kind == "mamba":
             x = self.mamba(i, x)
         if kind in ("moe", "moe_only", "delta_moe"):
-            x = self.moe(i, local, x)
+            x = self.around(i, "moe", lambda x: self.moe(i, local, x), x)
         return x
 
 
@@ -552,7 +683,7 @@ def check(folder):
     theirs = step["loss"].item()
     ok = abs(loss - theirs) <= LOSS_TOLERANCE * abs(loss)
     print(f"{folder}: loss {theirs:.6f}, PyTorch {loss:.6f}: {'agrees' if ok else 'DIFFERS'}")
-    worst = []
+    worst, sizes = [], model.hyper_sizes()
     for name, t in w.items():
         g = grads[name + ".grad"]
         mine = t.grad if t.grad is not None else torch.zeros_like(t)
@@ -560,6 +691,7 @@ def check(folder):
         # A bias sums its rows' gradients, which may cancel: its error is judged by the size of what is summed.
         if name in model.rows:
             norm = max(norm, math.sqrt(sum(t.grad.square().sum().item() for t in model.rows[name])))
+        norm = max(norm, sizes.get(name, 0.0))
         error = (g - mine).norm().item() / norm if norm else g.norm().item()
         worst.append((error, name))
     worst.sort(reverse=True)

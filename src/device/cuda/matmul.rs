@@ -33,8 +33,11 @@ pub struct MatmulSpec {
     pub n: usize,
     pub k: usize,
     pub layout: Layout,
-    /// Products at tight strides (1: one product).
+    /// Products (1: one), at tight strides, or side by side.
     pub batch: usize,
+    /// The products' rows lie side by side in rows of `batch` times the width: those of A, of D unless `Tn`, and of B if
+    /// `Tn`. What is left is at tight strides (a weight, its gradient).
+    pub side_by_side: bool,
     /// Dtype of C and D.
     pub out: DType,
     /// Adds C (beta = 1).
@@ -291,6 +294,7 @@ mod tests {
             k: 8,
             layout: Layout::Nt,
             batch: 1,
+            side_by_side: false,
             out: DType::Bf16,
             accumulate: false,
         };
@@ -317,6 +321,7 @@ mod tests {
             k: 8,
             layout: Layout::Nt,
             batch: 1,
+            side_by_side: false,
             out: DType::Bf16,
             accumulate: false,
         };

@@ -68,7 +68,7 @@ impl Matmuls {
         let mut plans = Vec::new();
         for rows in fewer.chain(all) {
             let (m, n, k) = if layout == Layout::Tn { (n, k, rows) } else { (rows, n, k) };
-            let product = MatmulSpec { m, n, k, layout, batch: 1, out, accumulate };
+            let product = MatmulSpec { m, n, k, layout, batch: 1, side_by_side: false, out, accumulate };
             plans.push(self.varying(&product, operands, ALIGNMENT)?);
         }
         Ok(PerExpertCall { spec, offsets, operands, plans })

@@ -132,14 +132,20 @@ impl Plan {
             (out, spec.n, spec.m),
             (out, spec.n, spec.m),
         ];
-        for (layout, (dtype, rows, cols)) in plan.layouts.iter_mut().zip(shapes) {
+        let weight_gradient = spec.layout == Layout::Tn;
+        // Our B, our A, C and D.
+        let side_by_side = [weight_gradient, true, !weight_gradient, !weight_gradient];
+        for ((layout, (dtype, rows, cols)), beside) in plan.layouts.iter_mut().zip(shapes).zip(side_by_side) {
+            let beside = beside && spec.side_by_side;
+            let lead = if beside { rows * spec.batch } else { rows };
             // SAFETY: writes the handle; `Drop` destroys it.
             check("cublasLtMatrixLayoutCreate", unsafe {
-                sys::cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, cols as u64, rows as i64)
+                sys::cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, cols as u64, lead as i64)
             })?;
             if spec.batch > 1 {
                 use sys::cublasLtMatrixLayoutAttribute_t as Attribute;
-                let (count, stride) = (spec.batch as i32, (rows * cols) as i64);
+                let stride = if beside { rows } else { rows * cols };
+                let (count, stride) = (spec.batch as i32, stride as i64);
                 // SAFETY: the batch count is a 32-bit integer, the stride a 64-bit one, in elements.
                 unsafe {
                     check(
@@ -382,7 +388,16 @@ mod tests {
         let a: Vec<i64> = (0..(m * k) as i64).map(|i| i * 7 % 5 - 2).collect();
         let b: Vec<i64> = (0..(k * n) as i64).map(|i| i * 3 % 7 - 3).collect();
         for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
-            let spec = MatmulSpec { m, n, k, layout, batch: 1, out: DType::F32, accumulate: false };
+            let spec = MatmulSpec {
+                m,
+                n,
+                k,
+                layout,
+                batch: 1,
+                side_by_side: false,
+                out: DType::F32,
+                accumulate: false,
+            };
             let [(ta, ra, ca), (tb, rb, cb)] = column_major(&spec);
             assert_eq!((ra * ca, rb * cb), (n * k, m * k));
             // Element (i, j) of a column-major view, transposed or not.

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     u8* const kv_tiles = do_tile + DQ_ROWS * V_BYTES;                    // a stage: k, then v
 
     const Rows rows{start0, len0, start1};
-    const QueryBlock<DQ_ROWS> own(blockIdx.x, batch, q_len, kv_len, q_heads, kv_heads);
+    const QueryBlock<DQ_ROWS> own(blockIdx.x / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     const int row0 = own.row0, last_row = min(row0 + DQ_ROWS, q_len) - 1;
     const int q_stride = q_heads * MEM_DIM, o_stride = q_heads * MEM_DIM_V;
     const int k_stride = kv_heads * MEM_DIM, v_stride = kv_heads * MEM_DIM_V;
@@ -77,12 +77,12 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     load_rows<HEAD_DIM_V, DQ_KV, DQ_THREADS, false>(first_stage + K_TILE, v, first * DQ_KV, kv_len, v_stride);
     cp_async_commit();
 
-    float acc[DQ_M][HEAD_DIM / 8][4];
+    float acc[DQ_M][PART_QK / 8][4];
     float row_lse[DQ_M][2], row_delta[DQ_M][2];                          // lse in powers of two
     #pragma unroll
     for (int m = 0; m < DQ_M; ++m) {
         #pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n)
+        for (int n = 0; n < PART_QK / 8; ++n)
             #pragma unroll
             for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
         #pragma unroll
@@ -153,12 +153,13 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
                     for (int e = 2 * half; e < 2 * half + 2; ++e)
                         p[m][n][e] = exp2_fast(fmaf(p[m][n][e], scale_log2, -row_lse[m][half])) * (dp[m][n][e] - row_delta[m][half]);
                 }
-        accumulate<HEAD_DIM, DQ_M, DQ_KV>(acc, p, kv_addr + stage + lane_rows<HEAD_DIM>(lane));
+        accumulate<PART_QK, DQ_M, DQ_KV, HEAD_DIM>(acc, p, kv_addr + stage + lane_rows<HEAD_DIM>(lane) + blockIdx.x % WIDE * (PART_QK * 2));
     }
-    const QueryBlock<DQ_ROWS> mine(block_again(), batch, q_len, kv_len, q_heads, kv_heads);
+    const int again = block_again();
+    const QueryBlock<DQ_ROWS> mine(again / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     #pragma unroll
     for (int m = 0; m < DQ_M; ++m)
-        store_rows<HEAD_DIM>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], scale, scale, dq + mine.first * MEM_DIM, mine.row0 + warp_row + m * 16, q_len, q_stride);
+        store_rows<PART_QK>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], scale, scale, dq + mine.first * MEM_DIM + again % WIDE * PART_QK, mine.row0 + warp_row + m * 16, q_len, q_stride);
 }
 
 // Which keys of which kv head a block of the dk/dv kernel owns, and which part of the head's group it sums.
@@ -196,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
 
     const Rows rows{start0, len0, start1};
     const int group = q_heads / kv_heads / splits;                       // query heads of this block
-    const KeyBlock own(blockIdx.x, batch, kv_heads, splits);
+    const KeyBlock own(blockIdx.x / WIDE, batch, kv_heads, splits);
     const int j0 = own.j0, b = own.b, first_head = (own.kv_head * splits + own.part) * group;
     const int q_stride = q_heads * MEM_DIM, o_stride = q_heads * MEM_DIM_V;
     const int k_stride = kv_heads * MEM_DIM, v_stride = kv_heads * MEM_DIM_V;
@@ -238,13 +239,13 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
         }
     };
 
-    float dk_acc[1][HEAD_DIM / 8][4], dv_acc[1][HEAD_DIM_V / 8][4];      // an unused one takes no registers
+    float dk_acc[1][PART_QK / 8][4], dv_acc[1][PART_V / 8][4];      // an unused one takes no registers
     #pragma unroll
-    for (int n = 0; n < HEAD_DIM / 8; ++n)
+    for (int n = 0; n < PART_QK / 8; ++n)
         #pragma unroll
         for (int e = 0; e < 4; ++e) dk_acc[0][n][e] = 0.f;
     #pragma unroll
-    for (int n = 0; n < HEAD_DIM_V / 8; ++n)
+    for (int n = 0; n < PART_V / 8; ++n)
         #pragma unroll
         for (int e = 0; e < 4; ++e) dv_acc[0][n][e] = 0.f;
 
@@ -317,8 +318,8 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
 #endif
             }
         }
-        if (DV) accumulate<HEAD_DIM_V, 1, DKV_Q>(dv_acc, p, do_now + lane_rows<HEAD_DIM_V>(lane));
-        if (DK) accumulate<HEAD_DIM, 1, DKV_Q>(dk_acc, dp, q_now + lane_rows<HEAD_DIM>(lane));
+        if (DV) accumulate<PART_V, 1, DKV_Q, HEAD_DIM_V>(dv_acc, p, do_now + lane_rows<HEAD_DIM_V>(lane) + blockIdx.x % WIDE * (PART_V * 2));
+        if (DK) accumulate<PART_QK, 1, DKV_Q, HEAD_DIM>(dk_acc, dp, q_now + lane_rows<HEAD_DIM>(lane) + blockIdx.x % WIDE * (PART_QK * 2));
         g = next_g;
         t = next_t;
         stage ^= 1;
@@ -326,28 +327,29 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     cp_async_wait<0>();
     __syncthreads();                              // also when no query sees these keys: k and v have landed
 
-    const KeyBlock mine(block_again(), batch, kv_heads, splits);
+    const int again = block_again(), column = again % WIDE;
+    const KeyBlock mine(again / WIDE, batch, kv_heads, splits);
     const int warp_key = mine.j0 + warp * 16;
     const i64 out = (i64)mine.b * kv_len * kv_heads + mine.kv_head;
     if (splits == 1) {
-        if (DK) store_rows<HEAD_DIM>(k_tile + warp * 16 * QK_BYTES, dk_acc[0], scale, scale, dk + out * MEM_DIM, warp_key, kv_len, k_stride);
-        if (DV) store_rows<HEAD_DIM_V>(v_tile + warp * 16 * V_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out * MEM_DIM_V, warp_key, kv_len, v_stride);
+        if (DK) store_rows<PART_QK>(k_tile + warp * 16 * QK_BYTES, dk_acc[0], scale, scale, dk + out * MEM_DIM + column * PART_QK, warp_key, kv_len, k_stride);
+        if (DV) store_rows<PART_V>(v_tile + warp * 16 * V_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out * MEM_DIM_V + column * PART_V, warp_key, kv_len, v_stride);
         return;
     }
     const i64 rows_of_all = (i64)batch * kv_len;
-    float* const dk_part = partial + mine.part * rows_of_all * k_stride + out * MEM_DIM;
-    float* const dv_part = partial + splits * rows_of_all * k_stride + mine.part * rows_of_all * v_stride + out * MEM_DIM_V;
+    float* const dk_part = partial + mine.part * rows_of_all * k_stride + out * MEM_DIM + column * PART_QK;
+    float* const dv_part = partial + splits * rows_of_all * k_stride + mine.part * rows_of_all * v_stride + out * MEM_DIM_V + column * PART_V;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int j = warp_key + (lane >> 2) + half * 8;
         if (j >= kv_len) continue;
         const i64 k_at = (i64)j * k_stride + (lane & 3) * 2, v_at = (i64)j * v_stride + (lane & 3) * 2;
         #pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n)
-            if (DK && n * 8 < MEM_DIM) *reinterpret_cast<float2*>(dk_part + k_at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
+        for (int n = 0; n < PART_QK / 8; ++n)
+            if (DK && n * 8 < PART_QK - PADDING) *reinterpret_cast<float2*>(dk_part + k_at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
         #pragma unroll
-        for (int n = 0; n < HEAD_DIM_V / 8; ++n)
-            if (DV && n * 8 < MEM_DIM_V) *reinterpret_cast<float2*>(dv_part + v_at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
+        for (int n = 0; n < PART_V / 8; ++n)
+            if (DV && n * 8 < PART_V - PADDING) *reinterpret_cast<float2*>(dv_part + v_at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
     }
 }
 

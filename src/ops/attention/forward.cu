@@ -20,16 +20,16 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
 #endif
 {
     extern __shared__ __align__(16) u8 shared[];
-    constexpr int K_TILE = FWD_KV * QK_BYTES, STAGE = K_TILE + FWD_KV * V_BYTES;
+    constexpr int K_TILE = FWD_KV * QK_BYTES, STAGE = K_TILE + FWD_KV * row_bytes(PART_V);
     u8* const q_tile = shared;
     u8* const kv_tiles = shared + FWD_ROWS * QK_BYTES;    // a stage: k, then v
 
     const Rows rows{start0, len0, start1};
-    const QueryBlock<FWD_ROWS> own(blockIdx.x, batch, q_len, kv_len, q_heads, kv_heads);
+    const QueryBlock<FWD_ROWS> own(blockIdx.x / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     const int row0 = own.row0, last_row = min(row0 + FWD_ROWS, q_len) - 1;
     const int k_stride = kv_heads * MEM_DIM, v_stride = kv_heads * MEM_DIM_V;
     k += (i64)own.kv_row * k_stride + own.kv_head * MEM_DIM;
-    v += (i64)own.kv_row * v_stride + own.kv_head * MEM_DIM_V;
+    v += (i64)own.kv_row * v_stride + own.kv_head * MEM_DIM_V + blockIdx.x % WIDE * PART_V;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);      // keys that some row sees
     const int tiles = (seen + FWD_KV - 1) / FWD_KV;
@@ -55,15 +55,15 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     load_rows<HEAD_DIM, FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.first * MEM_DIM, row0, q_len, q_heads * MEM_DIM);
     u8* const first_stage = kv_tiles + (first & 1) * STAGE;
     load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(first_stage, k, first * FWD_KV, kv_len, k_stride);
-    load_rows<HEAD_DIM_V, FWD_KV, FWD_THREADS, false>(first_stage + K_TILE, v, first * FWD_KV, kv_len, v_stride);
+    load_rows<PART_V, FWD_KV, FWD_THREADS, false>(first_stage + K_TILE, v, first * FWD_KV, kv_len, v_stride);
     cp_async_commit();
 
-    float acc[FWD_M][HEAD_DIM_V / 8][4];
+    float acc[FWD_M][PART_V / 8][4];
     float row_max[FWD_M][2], row_sum[FWD_M][2];                          // of unscaled scores; sum of own columns
     #pragma unroll
     for (int m = 0; m < FWD_M; ++m) {
         #pragma unroll
-        for (int n = 0; n < HEAD_DIM_V / 8; ++n)
+        for (int n = 0; n < PART_V / 8; ++n)
             #pragma unroll
             for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.f;
         row_max[m][0] = row_max[m][1] = minus_infinity();
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
         if (t + 1 < tiles) {
             u8* next = kv_tiles + ((t + 1) & 1) * STAGE;
             load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(next, k, (t + 1) * FWD_KV, kv_len, k_stride);
-            load_rows<HEAD_DIM_V, FWD_KV, FWD_THREADS, false>(next + K_TILE, v, (t + 1) * FWD_KV, kv_len, v_stride);
+            load_rows<PART_V, FWD_KV, FWD_THREADS, false>(next + K_TILE, v, (t + 1) * FWD_KV, kv_len, v_stride);
             cp_async_commit();
         }
 
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
                     }
                 row_sum[m][half] = sum;
                 #pragma unroll
-                for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+                for (int n = 0; n < PART_V / 8; ++n) {
                     acc[m][n][2 * half] *= shrink;
                     acc[m][n][2 * half + 1] *= shrink;
                 }
@@ -155,10 +155,11 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
                 }
 #endif
             }
-        accumulate<HEAD_DIM_V, FWD_M, FWD_KV>(acc, s, kv_addr + stage + K_TILE + lane_rows<HEAD_DIM_V>(lane));
+        accumulate<PART_V, FWD_M, FWD_KV>(acc, s, kv_addr + stage + K_TILE + lane_rows<PART_V>(lane));
     }
 
-    const QueryBlock<FWD_ROWS> mine(block_again(), batch, q_len, kv_len, q_heads, kv_heads);
+    const int again = block_again(), part = again % WIDE;
+    const QueryBlock<FWD_ROWS> mine(again / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     const int warp_row0 = mine.row0 + warp_row;
     #pragma unroll
     for (int m = 0; m < FWD_M; ++m) {
@@ -178,11 +179,11 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
             inverse[half] = keep_scale / sum;
 #endif
             const int i = warp_row0 + (lane >> 2) + m * 16 + half * 8;
-            if ((lane & 3) == 0 && i < q_len)
+            if ((lane & 3) == 0 && i < q_len && part == 0)
                 lse[(i64)mine.head_of_all * q_len + i] = top + logf(sum);
         }
         // Value rows are no wider than query rows, so the fragment's own q rows hold them.
-        store_rows<HEAD_DIM_V>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], inverse[0], inverse[1],
-                               o + mine.first * MEM_DIM_V, warp_row0 + m * 16, q_len, q_heads * MEM_DIM_V);
+        store_rows<PART_V>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], inverse[0], inverse[1],
+                           o + mine.first * MEM_DIM_V + part * PART_V, warp_row0 + m * 16, q_len, q_heads * MEM_DIM_V);
     }
 }

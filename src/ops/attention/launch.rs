@@ -15,7 +15,9 @@ const BACKWARD: KernelSource = KernelSource {
 };
 
 /// Widest head whose accumulators fit the registers of these kernels.
-const MAX_HEAD_DIM: usize = 256;
+const BLOCK_HEAD_DIM: usize = 256;
+/// Widest head: two blocks share its columns.
+const MAX_HEAD_DIM: usize = 512;
 /// Up to these widths the plain tiles do.
 const PLAIN_HEAD_DIM: usize = 128;
 /// Width of a query and key head up to which dk and dv of one key fit registers together, beside values of
@@ -46,6 +48,11 @@ struct Tiles {
     dkv_apart: bool,
 }
 
+/// Blocks that share the columns of a head, each with all of its scores.
+fn wide(s: &AttnShape) -> usize {
+    s.head_dim.max(s.value_dim()).div_ceil(BLOCK_HEAD_DIM)
+}
+
 impl Tiles {
     fn of(s: &AttnShape, cc: u32) -> Self {
         // Shared memory a multiprocessor (CUDA C++ Programming Guide, table of compute capabilities): 228 KiB
@@ -65,6 +72,12 @@ impl Tiles {
                 90..=119 => Self { fwd: (4, 2, 32, 2), dq: (4, 1, 32, 2), dkv: (8, 32, 1), dkv_apart: false },
                 80 | 87 => Self { fwd: (4, 1, 32, 2), dq: (4, 1, 32, 1), dkv: (8, 32, 1), dkv_apart: false },
                 _ => Self { fwd: (4, 1, 32, 1), dq: (4, 1, 32, 1), dkv: (4, 32, 1), dkv_apart: false },
+            }
+        } else if wide(s) > 1 {
+            // Heads of 512: 179, 195 and 195 KiB; 114, 130 and 130.
+            match cc {
+                90..=119 => Self { fwd: (8, 1, 16, 1), dq: (4, 1, 16, 1), dkv: (4, 16, 1), dkv_apart: true },
+                _ => Self { fwd: (4, 1, 16, 1), dq: (2, 1, 16, 1), dkv: (2, 16, 1), dkv_apart: true },
             }
         } else {
             match cc {
@@ -105,7 +118,8 @@ impl Tiles {
         ];
         let padding = tile_width(s.head_dim) - s.head_dim;
         let padding = (padding > 0).then_some(("PADDING", padding));
-        all.into_iter().chain(padding).map(|(name, value)| (name, value.to_string())).collect()
+        let wide = (wide(s) > 1).then(|| ("WIDE", wide(s)));
+        all.into_iter().chain(padding).chain(wide).map(|(name, value)| (name, value.to_string())).collect()
     }
 }
 
@@ -166,20 +180,29 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
             cuda.cc % 10
         )));
     }
+    if wide(s) > 1 && !matches!(cuda.cc, 80 | 87 | 90..=119) {
+        return Err(DeviceError::Unavailable(format!(
+            "attention heads of {} elements need 130 KiB of shared memory a block (compute capability 8.0, 9.0 or 10.x); \
+             use --device cpu",
+            s.head_dim
+        )));
+    }
     let (d, dv) = (s.head_dim, s.value_dim());
-    let whole = |width: usize| width.is_multiple_of(FRAGMENT_ROWS);
+    let whole = |width: usize| width.is_multiple_of(FRAGMENT_ROWS * wide(s));
     // Tiles of keys and values are padded alike.
-    let legal = (whole(d) && whole(dv)) || (d == dv && d.is_multiple_of(PIECE));
+    let legal = (whole(d) && whole(dv)) || (wide(s) == 1 && d == dv && d.is_multiple_of(PIECE));
     if !legal || d > MAX_HEAD_DIM || dv > d {
         return Err(DeviceError::Invalid(format!(
-            "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM} (of {PIECE} \
-             where keys are as wide as values), values no wider than keys; this model has {} and {}; use --device cpu",
+            "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM} (of {} above \
+             {BLOCK_HEAD_DIM}, of {PIECE} where keys are as wide as values), values no wider than keys; this model has {} and \
+             {}; use --device cpu",
+            2 * FRAGMENT_ROWS,
             s.head_dim,
             s.value_dim()
         )));
     }
     let rows = s.batch().saturating_mul(s.kv_len.max(s.q_len()));
-    if rows.saturating_mul(s.q_heads) > MAX_GRID {
+    if rows.saturating_mul(s.q_heads * wide(s)) > MAX_GRID {
         return Err(DeviceError::Invalid(format!(
             "attention over {rows} rows and {} heads exceeds 2^31 - 1 row-heads; use a smaller micro-batch",
             s.q_heads
@@ -284,7 +307,7 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
-    let shared = tile_bytes(s, rows + 2 * keys, 2 * keys);
+    let shared = tile_bytes(s, rows + 2 * keys, 0) + 2 * keys * (s.value_dim() / wide(s) * 2 + 16);
     // A name each: the parameters of an entry are looked up by it.
     let entry = if s.sinks { "attention_fwd_sinks" } else { "attention_fwd" };
     let kernel = cuda.kernel(FORWARD, entry, &tiles.defines(s, [true; 2]), shared as u32)?;
@@ -292,7 +315,7 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     params.extend(sinks.map(Param::Ptr));
     params.extend([words, o, lse].map(Param::Ptr));
     params.extend(shape_params(s));
-    let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads;
+    let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads * wide(s);
     cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)
 }
 
@@ -356,7 +379,7 @@ pub(super) fn backward(
     let mut params = pointers(&[q, k, v, d_o, lse, delta, words, dk, dv, partial]);
     params.push(Param::I32(splits as i32));
     params.extend(shape_params(s));
-    let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads * splits;
+    let blocks = s.kv_len.div_ceil(rows) * s.batch() * s.kv_heads * splits * wide(s);
     for part in parts {
         let kernel = cuda.kernel(BACKWARD, "attention_dkv", &tiles.defines(s, *part), shared as u32)?;
         issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
@@ -378,7 +401,7 @@ pub(super) fn backward(
     let kernel = cuda.kernel(BACKWARD, "attention_dq", &defines, shared as u32)?;
     let mut params = pointers(&[q, k, v, d_o, lse, delta, words, dq]);
     params.extend(shape_params(s));
-    let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads;
+    let blocks = s.q_len().div_ceil(rows) * s.batch() * s.q_heads * wide(s);
     issues.push(cuda.launch(&kernel, config(blocks, warps * 32, shared), &params)?);
     Ok(Issue::Many(issues))
 }

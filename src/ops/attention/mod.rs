@@ -38,7 +38,8 @@ pub struct AttnShape {
     pub q_heads: usize,
     /// Divides `q_heads`.
     pub kv_heads: usize,
-    /// Width of a query and key head, d: on the device a multiple of 16 up to 256, or of 8 where values are as wide.
+    /// Width of a query and key head, d: on the device a multiple of 16 up to 256 (of 8 where values are as wide), or of 32
+    /// up to 512.
     pub head_dim: usize,
     /// Width of a value head, dv, where it is another one (multi-latent attention); `None`: `head_dim`.
     pub head_dim_v: Option<usize>,

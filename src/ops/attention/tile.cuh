@@ -13,6 +13,12 @@ constexpr int row_bytes(int d) { return (pieces(d) + 1) * 16; }
 constexpr int steps(int d) { return d / 16; }                // mma steps along a row
 constexpr int QK_BYTES = row_bytes(HEAD_DIM);                // of a tile row
 constexpr int V_BYTES = row_bytes(HEAD_DIM_V);
+// Heads too wide for one block's registers: WIDE blocks (1: one) form the same scores, each with a part of the columns of o,
+// dq, dk and dv.
+#ifndef WIDE
+#define WIDE 1
+#endif
+constexpr int PART_QK = HEAD_DIM / WIDE, PART_V = HEAD_DIM_V / WIDE;
 constexpr float LOG2E = 1.4426950408889634f;
 
 // 2^x in one instruction (relative error about 2^-22); exp2_fast(-inf) = 0.
@@ -132,8 +138,8 @@ __device__ __forceinline__ void scores(float (&acc)[M][N / 8][4], u32 a, u32 b) 
     }
 }
 
-// acc[M*16, D] += bf16(P) B; P [M*16, K] in registers, B rows (K of them) at `b` with lane_rows.
-template <int D, int M, int K>
+// acc[M*16, D] += bf16(P) B; P [M*16, K] in registers, B rows (K of them, of a tile of ROW columns) at `b` with lane_rows.
+template <int D, int M, int K, int ROW = D>
 __device__ __forceinline__ void accumulate(float (&acc)[M][D / 8][4], const float (&p)[M][K / 8][4], u32 b) {
     #pragma unroll
     for (int k = 0; k < K / 16; ++k) {
@@ -148,7 +154,7 @@ __device__ __forceinline__ void accumulate(float (&acc)[M][D / 8][4], const floa
         #pragma unroll
         for (int n = 0; n < steps(D); ++n) {
             u32 fb[4];
-            ldsm_x4_t(fb, b + k * 16 * row_bytes(D) + n * 32);
+            ldsm_x4_t(fb, b + k * 16 * row_bytes(ROW) + n * 32);
             #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma_16816(acc[m][2 * n], fa[m], fb[0], fb[1]);

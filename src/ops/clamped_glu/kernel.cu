@@ -8,7 +8,9 @@
 #endif
 
 // 1.702: the sigmoid's factor with which x * sigmoid(a x) is nearest to GELU.
+#ifndef ALPHA
 #define ALPHA 1.702f
+#endif
 // Approximate, as in swiglu/kernel.cu: within 1e-6.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 

@@ -1,6 +1,7 @@
 //! The gated activation of gpt-oss: with x = min(gate, limit) and y = up clamped to [-limit, limit],
 //! h = x * sigmoid(1.702 x) * (y + shift) (model card of gpt-oss, arXiv:2508.10925; Megatron-Core's names are
-//! `quick_gelu`, `activation_func_clamp_value` and `glu_linear_offset`).
+//! `quick_gelu`, `activation_func_clamp_value` and `glu_linear_offset`); and DeepSeek-V4's, with a factor of 1 in the sigmoid
+//! in place of 1.702.
 //!
 //! The bias of the product before it is added here, so that it costs no pass over memory of its own: gate and up are
 //! what the product gave, plus the bias, not rounded between. Routed rows are weighed with their probability and
@@ -20,7 +21,9 @@ use crate::program::DType;
 use rayon::prelude::*;
 
 /// Factor in quick GELU's sigmoid (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016).
-const ALPHA: f64 = 1.702;
+pub const QUICK_GELU: f64 = 1.702;
+/// That of SiLU: DeepSeek-V4's clamped SwiGLU.
+pub const SILU: f64 = 1.0;
 
 /// Shapes and constants of both passes.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,6 +39,8 @@ pub struct GluShape {
     pub limit: Option<f64>,
     /// Added to up.
     pub shift: f64,
+    /// Factor in the sigmoid: [`QUICK_GELU`] or [`SILU`].
+    pub alpha: f64,
 }
 
 /// Args: gate_up R bf16 `[R,2F]` (gate, then up), [bias R bf16 `[max(experts,1),2F]` if `bias`], [probs R f32 `[R]`, offsets R
@@ -125,11 +130,15 @@ impl GluShape {
         values
     }
     fn defines(&self) -> Vec<(&'static str, String)> {
-        vec![
+        let mut defines = vec![
             ("ROUTED", usize::from(self.routed()).to_string()),
             ("BIAS", usize::from(self.bias).to_string()),
             ("EXPERTS", self.experts.to_string()),
-        ]
+        ];
+        if self.alpha != QUICK_GELU {
+            defines.push(("ALPHA", format!("{:e}f", self.alpha as f32)));
+        }
+        defines
     }
     /// Every pointer of the kernel in order; those that the shape does not have are null.
     fn launch(
@@ -188,7 +197,7 @@ impl ClampedGluFwd {
             for (i, h) in h.iter_mut().enumerate() {
                 let (gate, up) = x.gate_up(f, row, i);
                 let (gate, up) = s.clamp(gate, up);
-                let act = gate * sigmoid(T::of(ALPHA) * gate);
+                let act = gate * sigmoid(T::of(s.alpha) * gate);
                 *h = (act * (up + T::of(s.shift)) * x.prob(row)).bf16();
             }
         });
@@ -215,10 +224,10 @@ impl ClampedGluBwd {
             for i in 0..f {
                 let (gate, up) = x.gate_up(f, row, i);
                 let (cut, y) = s.clamp(gate, up);
-                let (sig, y, d) = (sigmoid(T::of(ALPHA) * cut), y + T::of(s.shift), dh[row * f + i]);
+                let (sig, y, d) = (sigmoid(T::of(s.alpha) * cut), y + T::of(s.shift), dh[row * f + i]);
                 let (act, q) = (cut * sig, d * x.prob(row));
                 dprob += (d * act * y).f64();
-                let slope = sig + T::of(ALPHA) * act * (T::of(1.0) - sig);
+                let slope = sig + T::of(s.alpha) * act * (T::of(1.0) - sig);
                 let passes = |inside: bool, g: T| if inside { g.bf16() } else { T::of(0.0) };
                 dgate[i] = passes(gate.f64() <= limit, q * y * slope);
                 dup[i] = passes(up.f64().abs() <= limit, q * act);

@@ -8,7 +8,9 @@ fn shapes() -> Vec<GluShape> {
     for experts in [0, 3] {
         for bias in [false, true] {
             for limit in [None, Some(1.5)] {
-                out.push(GluShape { rows: 7, ffn: 8, experts, bias, limit, shift: 1.0 });
+                for (shift, alpha) in [(1.0, QUICK_GELU), (0.0, SILU)] {
+                    out.push(GluShape { rows: 7, ffn: 8, experts, bias, limit, shift, alpha });
+                }
             }
         }
     }
@@ -83,7 +85,8 @@ fn gradients_agree_with_finite_differences() {
 /// The formula written out for one gate and up, in and beyond the bounds.
 #[test]
 fn values_are_those_of_the_formula() {
-    let s = GluShape { rows: 1, ffn: 8, experts: 0, bias: true, limit: Some(7.0), shift: 1.0 };
+    let s =
+        GluShape { rows: 1, ffn: 8, experts: 0, bias: true, limit: Some(7.0), shift: 1.0, alpha: QUICK_GELU };
     let gate = [0.5, -2.0, 9.0, 7.0, -20.0, 1.0, 1.0, 6.0];
     let up = [0.25, 3.0, -9.0, 8.0, 1.0, -1.0, 0.0, -7.0];
     let mut bias = vec![0.0; 16];
@@ -100,7 +103,8 @@ fn values_are_those_of_the_formula() {
 
 #[test]
 fn rows_of_no_expert_are_zeros() {
-    let s = GluShape { rows: 4, ffn: 8, experts: 2, bias: true, limit: Some(7.0), shift: 1.0 };
+    let s =
+        GluShape { rows: 4, ffn: 8, experts: 2, bias: true, limit: Some(7.0), shift: 1.0, alpha: QUICK_GELU };
     let routing = [vec![1.0; 4], vec![0.0, 1.0, 3.0]];
     let [probs, offsets] = routing;
     let (gate_up, bias, dh) = (vec![1.0; 64], vec![1.0; 32], vec![1.0; 32]);

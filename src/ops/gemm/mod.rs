@@ -1,7 +1,9 @@
 //! Matrix product by cuBLASLt: bf16 operands, fp32 accumulation, one rounding at the store.
 
+mod blocks;
 mod separate;
 
+pub use blocks::BlockGemm;
 pub use separate::SeparateGemms;
 
 use super::{ArgSpec, CpuArgs, Op, Real, tolerance};
@@ -149,6 +151,7 @@ impl Op for Gemm {
             k: self.k,
             layout: self.layout,
             batch: self.batch,
+            side_by_side: false,
             out: self.out,
             accumulate: self.accumulate != Accumulate::No,
         };

@@ -50,6 +50,8 @@ pub struct GroupedGemm {
     pub experts: usize,
     /// Rows that buffers are sized for.
     pub rows: usize,
+    /// Of these, rows that experts get on average: what FLOPs are counted of. The rest is padding.
+    pub filled: usize,
     pub n: usize,
     pub k: usize,
     pub layout: Layout,
@@ -167,9 +169,9 @@ impl Op for GroupedGemm {
             },
         ]
     }
-    /// Of all `rows`: the rows that offsets cover are known on the device alone, so this is the upper bound.
+    /// Of the rows that are filled on average: how many offsets cover is known on the device alone.
     fn flops(&self) -> f64 {
-        2.0 * self.rows as f64 * self.n as f64 * self.k as f64
+        2.0 * self.filled as f64 * self.n as f64 * self.k as f64
     }
     fn tolerance(&self, _arg: usize) -> f64 {
         let terms = if self.layout == Layout::Tn { self.rows } else { self.k };

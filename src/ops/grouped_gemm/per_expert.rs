@@ -116,8 +116,16 @@ mod tests {
         for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
             for ranks in [1, 3] {
                 let accumulate = layout == Layout::Tn;
-                let grouped =
-                    GroupedGemm { experts: 4, rows: 61, n: 16, k: 24, layout, out: DType::F32, accumulate };
+                let grouped = GroupedGemm {
+                    experts: 4,
+                    rows: 61,
+                    filled: 61,
+                    n: 16,
+                    k: 24,
+                    layout,
+                    out: DType::F32,
+                    accumulate,
+                };
                 let op = PerExpertGemm { bins: 4 * ranks, grouped: grouped.clone() };
                 let values = inputs(&op, 5);
                 let mut of_grouped = values.clone();

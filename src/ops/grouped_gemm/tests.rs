@@ -2,7 +2,7 @@ use super::*;
 use crate::ops::testing::{check_f32_against_f64, inputs, run_f64};
 
 fn gemm(layout: Layout, accumulate: bool, out: DType) -> GroupedGemm {
-    GroupedGemm { experts: 6, rows: 61, n: 16, k: 24, layout, out, accumulate }
+    GroupedGemm { experts: 6, rows: 61, filled: 61, n: 16, k: 24, layout, out, accumulate }
 }
 
 /// Plain triple loop of the definition.

@@ -42,16 +42,15 @@ __device__ __forceinline__ int block_scan(int v, int* scratch, int* total) {
     return before + x - v;
 }
 
-// index [pairs] -> counts [blocks, BINS]; src [rows] = -1, fault = 0.
+// index [pairs] -> counts [blocks, BINS]; src [rows] = -1.
 extern "C" __global__ void __launch_bounds__(PAIRS) moe_histogram(
-    const int* index, int* counts, int* src, int* fault, int pairs, int rows, int modulo) {
+    const int* index, int* counts, int* src, int pairs, int rows, int modulo) {
     __shared__ int hist[BINS];
     for (int b = threadIdx.x; b < BINS; b += PAIRS) hist[b] = 0;
     __syncthreads();
     const int b = bin_of(index, blockIdx.x * PAIRS + threadIdx.x, pairs, modulo);
     if (b >= 0) atomicAdd(hist + b, 1);
     for (int r = blockIdx.x * PAIRS + threadIdx.x; r < rows; r += gridDim.x * PAIRS) src[r] = -1;
-    if (blockIdx.x == 0 && threadIdx.x == 0) fault[0] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += PAIRS) counts[(i64)blockIdx.x * BINS + i] = hist[i];
 }

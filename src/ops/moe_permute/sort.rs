@@ -14,12 +14,12 @@ const SOURCE: KernelSource = KernelSource { name: "moe_permute/sort.cu", text: i
 const BLOCK_PAIRS: usize = 1024;
 
 /// Where every pair goes. Args: `index` R I32 `[T,K]`, `probs` R f32 `[T,K]`, `offsets` W I32 `[bins+1]`,
-/// `dest` W I32 `[T*K]` (row of the pair, -1 dropped), `src` W I32 `[R]` (pair of the row, -1 none), `fault` W
-/// I32 `[1]`.
+/// `dest` W I32 `[T*K]` (row of the pair, -1 dropped), `src` W I32 `[R]` (pair of the row, -1 none), `fault` U
+/// I32 `[1]` (set on overflow and never cleared: a later micro-batch must not hide an earlier one's).
 ///
 /// Bin = expert, or expert modulo `experts` (one process plays all ranks). Pairs of experts outside the bins
 /// are dropped. Bins follow one another without gaps and pairs keep their order; rows beyond R are dropped, offsets
-/// end at R, and `fault` is 1. With `capacity` a bin keeps that many pairs, see [`Capacity`], in the order of pairs.
+/// end at R, and `fault` becomes 1. With `capacity` a bin keeps that many pairs, see [`Capacity`], in the order of pairs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MoeSort {
     pub tokens: usize,
@@ -121,7 +121,7 @@ impl MoeSort {
             }
             offsets[b + 1] = end.min(self.rows) as i32;
         }
-        fault[0] = (end > self.rows) as i32;
+        fault[0] |= (end > self.rows) as i32;
         Ok(())
     }
 }
@@ -138,7 +138,7 @@ impl Op for MoeSort {
             ArgSpec::write("offsets", DType::I32, &[self.experts + 1]),
             ArgSpec::write("dest", DType::I32, &[self.pairs()]),
             ArgSpec::write("src", DType::I32, &[self.rows]),
-            ArgSpec::write("fault", DType::I32, &[1]),
+            ArgSpec::update("fault", DType::I32, &[1]).sample(Sample::Custom),
         ]
     }
     /// Histograms of each block; with a capacity also the pairs sorted by bin and the bins' bounds.
@@ -166,7 +166,7 @@ impl Op for MoeSort {
                 probs.push((draw(1 + k)[0] % 64) as f64 / 64.0);
             }
         }
-        Some(vec![index, probs, vec![], vec![], vec![], vec![]])
+        Some(vec![index, probs, vec![], vec![], vec![], vec![0.0]])
     }
     cpu_reference!();
     fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError> {
@@ -192,11 +192,8 @@ impl Op for MoeSort {
         let modulo = Param::I32(self.modulo as i32);
         let config = Config::linear(blocks, BLOCK_PAIRS as u32);
 
-        let histogram = cuda.launch(
-            &histogram,
-            config,
-            &[index.into(), counts.into(), src.into(), fault.into(), pairs, rows, modulo],
-        )?;
+        let histogram =
+            cuda.launch(&histogram, config, &[index.into(), counts.into(), src.into(), pairs, rows, modulo])?;
         // With a capacity the first sort goes to the workspace, without a limit on rows.
         let (to_offsets, to_src, limit) = match self.capacity {
             None => (offsets, src, rows),

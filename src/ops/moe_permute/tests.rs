@@ -9,7 +9,7 @@ fn sort(tokens: usize, topk: usize, experts: usize, capacity: Option<usize>, row
 
 /// (offsets, dest, src, fault) of a choice.
 fn sorted(op: &MoeSort, index: &[f64], probs: &[f64]) -> [Vec<f64>; 4] {
-    let out = run_f64(op, &[index.to_vec(), probs.to_vec(), vec![], vec![], vec![], vec![]]);
+    let out = run_f64(op, &[index.to_vec(), probs.to_vec(), vec![], vec![], vec![], vec![0.0]]);
     [out[2].clone(), out[3].clone(), out[4].clone(), out[5].clone()]
 }
 
@@ -67,6 +67,14 @@ fn overflow_is_a_fault_and_stays_inside_the_rows() {
     assert_eq!(offsets, [0.0, 1.0, 3.0]);
     assert_eq!(dest, [1.0, 2.0, 0.0, -1.0]);
     assert_eq!(src, [2.0, 0.0, 1.0]);
+}
+
+/// The word is read once a step: a micro-batch that fits must not hide an earlier one that did not.
+#[test]
+fn a_fault_stays() {
+    let op = sort(2, 1, 2, None, 2);
+    let out = run_f64(&op, &[vec![0.0, 1.0], vec![1.0; 2], vec![], vec![], vec![], vec![1.0]]);
+    assert_eq!(out[5], [1.0]);
 }
 
 #[test]

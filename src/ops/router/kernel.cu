@@ -1,7 +1,10 @@
 // Router: one warp a token, expert e in lane e % 32, slot e / 32; the whole row stays in registers.
 // Constants: EXPERTS (1..512), TOPK (1..32), SIGMOID, PRE_SOFTMAX, FORCED, SKEW, BIAS (0 or 1), GROUPS (1..32),
-// GROUPS_CHOSEN.
+// GROUPS_CHOSEN, HASH (if the experts are a function of the token's id: the layer's salt).
 
+#ifndef SQRT_SOFTPLUS
+#define SQRT_SOFTPLUS 0                    // with SIGMOID: the score is sqrt(softplus) in place of the sigmoid
+#endif
 #define SLOTS ((EXPERTS + 31) / 32)
 #define TOKENS_PER_BLOCK 8
 #define FULL 0xffffffffu
@@ -90,7 +93,12 @@ extern "C" __global__ void __launch_bounds__(256) router_fwd(
 
 #if SIGMOID
     #pragma unroll
-    for (int j = 0; j < SLOTS; ++j) s[j] = 1.f / (1.f + expf(-x[j]));
+    for (int j = 0; j < SLOTS; ++j)
+    #if SQRT_SOFTPLUS
+        s[j] = sqrtf(fmaxf(x[j], 0.f) + log1pf(expf(-fabsf(x[j]))));  // 0 beyond EXPERTS
+    #else
+        s[j] = 1.f / (1.f + expf(-x[j]));
+    #endif
 #else
     float top = x[0];
     #pragma unroll
@@ -114,7 +122,9 @@ extern "C" __global__ void __launch_bounds__(256) router_fwd(
         key[j] = 0u;
         if (e < EXPERTS) {
             scores[(i64)t * EXPERTS + e] = s[j];
-#if BIAS
+#ifdef HASH
+            key[j] = 1u;
+#elif BIAS
             key[j] = order_key(s[j] + bias[e]);
 #elif GROUPS > 1 && (SIGMOID || PRE_SOFTMAX)
             key[j] = order_key(s[j]);
@@ -130,14 +140,29 @@ extern "C" __global__ void __launch_bounds__(256) router_fwd(
     // Top-k by repeated argmax. Lane k keeps the k-th choice.
     float chosen = 0.f;
     int mine = 0;
+#ifdef HASH
+    const u32 id = ((const u32*)bias)[t];  // the ids stand in the bias' place
+    int taken = EXPERTS;                   // lane j: the j-th smallest expert that is taken
+#endif
     #pragma unroll 1
     for (int k = 0; k < TOPK; ++k) {
+#ifdef HASH
+        // The rank-th expert that is left; src/ops/router/mod.rs holds the same in Rust.
+        const uint4 w = philox(id, k / 4, HASH, 0x68617368u, 0u, 0u);
+        const u32 word = (k & 2) ? ((k & 1) ? w.w : w.z) : ((k & 1) ? w.y : w.x);
+        const int rank = (int)__umulhi(word, (u32)(EXPERTS - k));
+        const int before = __popc(__ballot_sync(FULL, lane < k && taken - lane <= rank));
+        const int e = rank + before;
+        const int below = __shfl_up_sync(FULL, taken, 1);
+        taken = lane < before ? taken : lane == before ? e : below;
+#else
         u32 best = 0u, at = EXPERTS;
         #pragma unroll
         for (int j = 0; j < SLOTS; ++j)
             if (key[j] > best) { best = key[j]; at = lane + 32 * j; }  // strict: the lowest expert of the lane
         const u32 most = __reduce_max_sync(FULL, best);
         const int e = (int)__reduce_min_sync(FULL, best == most ? at : (u32)EXPERTS);
+#endif
         float v = 0.f;
         #pragma unroll
         for (int j = 0; j < SLOTS; ++j)
@@ -228,7 +253,13 @@ extern "C" __global__ void __launch_bounds__(256) router_bwd(
 
 #if SIGMOID
     #pragma unroll
-    for (int j = 0; j < SLOTS; ++j) g[j] = g[j] * s[j] * (1.f - s[j]);
+    for (int j = 0; j < SLOTS; ++j)
+    #if SQRT_SOFTPLUS
+        // Softplus' slope is the sigmoid, 1 - exp(-softplus).
+        g[j] = s[j] > 0.f ? g[j] * -expm1f(-s[j] * s[j]) / (2.f * s[j]) : 0.f;
+    #else
+        g[j] = g[j] * s[j] * (1.f - s[j]);
+    #endif
 #elif PRE_SOFTMAX
     float dot = 0.f;
     #pragma unroll

@@ -11,7 +11,7 @@ use crate::config::ScoreFunction;
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
-use crate::ops::rng::{Rng, WORDS};
+use crate::ops::rng::{Rng, WORDS, philox};
 use crate::ops::{ArgSpec, Op, Sample, tolerance};
 use crate::program::DType;
 pub use bias::{CountAdd, ExpertBiasUpdate};
@@ -25,13 +25,16 @@ pub const MAX_TOPK: usize = 32;
 /// Threads of a block; one warp a token.
 const THREADS: u32 = 256;
 const TOKENS_PER_BLOCK: usize = THREADS as usize / 32;
+/// Sets the draws of [`Hash`] apart from others of the same counters.
+const HASH_STREAM: u32 = 0x6861_7368;
 /// Added to sums that scores are divided by, as Megatron's router does, so that a row of zeros stays finite.
 pub(crate) const SUM_EPS: f64 = 1e-20;
 
 /// Scores and choice. Args: `logits` R f32 `[T,E]`, (`words` R U32 if `forced`), (`bias` R f32 `[E]` if
-/// `expert_bias`), `scores` W f32 `[T,E]`, `probs` W f32 `[T,K]`, `index` W I32 `[T,K]`, `counts` W I32 `[E]`.
+/// `expert_bias`), (`ids` R I32 `[T]` if `hash`), `scores` W f32 `[T,E]`, `probs` W f32 `[T,K]`, `index` W I32 `[T,K]`, `counts` W I32 `[E]`.
 ///
-/// `scores` is the softmax or sigmoid of the logits in force over all experts. The K experts with the largest
+/// `scores` is the softmax, sigmoid or sqrt(softplus) of the logits in force over all experts; what is said of the sigmoid
+/// below holds for the last too. The K experts with the largest
 /// logits (with `expert_bias`: the largest score + bias) are chosen, in descending order, the lower expert
 /// first among equals. `probs` times `scaling`: softmax over the K chosen logits, or with `pre_softmax` the
 /// chosen scores as they are; sigmoid: the chosen scores divided by their sum when K > 1.
@@ -54,6 +57,30 @@ pub struct RouterFwd {
     pub skew: bool,
     pub expert_bias: bool,
     pub groups: Option<Groups>,
+    /// The experts are a fixed function of the token's id, whatever its scores are (DeepSeek-V4's first layers).
+    pub hash: Option<Hash>,
+}
+
+/// A fixed table of experts by token id: as random and distinct as the published one, by Philox in place of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hash {
+    /// Tells layers apart.
+    pub salt: u32,
+}
+
+impl Hash {
+    /// The experts of token `id`: each draw is among those that are left.
+    pub fn experts(&self, id: i32, experts: usize, chosen: &mut [i32]) {
+        let mut taken: Vec<i32> = Vec::new();
+        for (k, slot) in chosen.iter_mut().enumerate() {
+            let word = philox([id as u32, (k / 4) as u32, self.salt, HASH_STREAM], [0, 0])[k % 4];
+            let rank = ((u64::from(word) * (experts - k) as u64) >> 32) as i32;
+            // How many taken experts lie at or below the rank-th one that is left.
+            let before = taken.iter().zip(0..).filter(|&(t, j)| t - j <= rank).count();
+            *slot = rank + before as i32;
+            taken.insert(before, *slot);
+        }
+    }
 }
 
 /// Group-limited choice.
@@ -123,17 +150,19 @@ fn check_groups(op: &str, experts: usize, topk: usize, groups: Option<Groups>) -
 /// Compile-time constants that both kernels share.
 fn defines(experts: usize, topk: usize, score: ScoreFunction, pre: bool) -> Vec<(&'static str, String)> {
     let flag = |b: bool| (b as u32).to_string();
-    vec![
+    let softplus = (score == ScoreFunction::SqrtSoftplus).then(|| ("SQRT_SOFTPLUS", flag(true)));
+    let defines = vec![
         ("EXPERTS", experts.to_string()),
         ("TOPK", topk.to_string()),
-        ("SIGMOID", flag(score == ScoreFunction::Sigmoid)),
+        ("SIGMOID", flag(score != ScoreFunction::Softmax)),
         ("PRE_SOFTMAX", flag(pre)),
-    ]
+    ];
+    defines.into_iter().chain(softplus).collect()
 }
 
 impl RouterFwd {
     fn outputs_at(&self) -> usize {
-        1 + self.forced.is_some() as usize + self.expert_bias as usize
+        1 + self.forced.is_some() as usize + self.expert_bias as usize + self.hash.is_some() as usize
     }
 }
 
@@ -149,6 +178,9 @@ impl Op for RouterFwd {
         }
         if self.expert_bias {
             args.push(ArgSpec::read("bias", DType::F32, &[e]).sample(Sample::Normal(0.1)));
+        }
+        if self.hash.is_some() {
+            args.push(ArgSpec::read("ids", DType::I32, &[t]).sample(Sample::Below(1 << 17)));
         }
         args.push(ArgSpec::write("scores", DType::F32, &[t, e]));
         args.push(ArgSpec::write("probs", DType::F32, &[t, k]));
@@ -184,7 +216,15 @@ impl Op for RouterFwd {
         let none = DevPtr(0);
         let words = if self.forced.is_some() { args[1] } else { none };
         let out = self.outputs_at();
-        let bias = if self.expert_bias { args[out - 1] } else { none };
+        let hashed = usize::from(self.hash.is_some());
+        // Where the hash chooses, the bias has no say: its place holds the ids.
+        let bias = if self.expert_bias || hashed == 1 { args[out - 1] } else { none };
+        if let Some(hash) = self.hash {
+            if self.expert_bias {
+                return Err(DeviceError::internal("router_fwd: a hash and a bias choose experts"));
+            }
+            defines.push(("HASH", format!("{}u", hash.salt)));
+        }
         let rng = self.forced.unwrap_or(Rng { seed_offset: 0, draw: 0 });
         let counts = args[out + 3];
         let zero = Issue::Zero { dst: counts, bytes: self.experts * DType::I32.size() };

@@ -70,7 +70,9 @@ impl RouterFwd {
         let out = self.outputs_at();
         let logits = args.input(0)?;
         let words = if self.forced.is_some() { args.ints(1)? } else { &[] };
-        let bias = if self.expert_bias { Some(args.input(out - 1)?) } else { None };
+        let hashed = usize::from(self.hash.is_some());
+        let bias = if self.expert_bias { Some(args.input(out - 1 - hashed)?) } else { None };
+        let ids = if self.hash.is_some() { args.ints(out - 1)? } else { &[] };
         let (scores, probs) = (args.output(out)?, args.output(out + 1)?);
         let (index, counts) = (args.ints_out(out + 2)?, args.ints_out(out + 3)?);
         let scaling = T::of(self.scaling.unwrap_or(1.0));
@@ -89,11 +91,18 @@ impl RouterFwd {
                 ScoreFunction::Sigmoid => {
                     scores.iter_mut().for_each(|x| *x = T::of(1.0) / (T::of(1.0) + (-*x).exp()))
                 }
+                ScoreFunction::SqrtSoftplus => scores.iter_mut().for_each(|x| {
+                    // ln(1 + e^x) without overflow.
+                    *x = (x.max(T::of(0.0)) + T::of((-x.f64().abs()).exp().ln_1p())).sqrt()
+                }),
             }
             let post_softmax = self.score == ScoreFunction::Softmax && !self.pre_softmax;
             let biased: Option<Vec<T>> =
                 bias.map(|bias| scores.iter().zip(bias).map(|(&s, &b)| s + b).collect());
             match (self.groups, &biased) {
+                _ if self.hash.is_some() => {
+                    self.hash.iter().for_each(|hash| hash.experts(ids[t], experts, index))
+                }
                 (None, None) => choose(&logits, index),
                 (None, Some(biased)) => choose(biased, index),
                 (Some(groups), None) if post_softmax => choose_in_groups(&logits, groups, index),
@@ -106,7 +115,7 @@ impl RouterFwd {
             }
             if post_softmax {
                 softmax(probs);
-            } else if self.score == ScoreFunction::Sigmoid && topk > 1 {
+            } else if self.score != ScoreFunction::Softmax && topk > 1 {
                 let sum = probs.iter().copied().sum::<T>() + T::of(SUM_EPS);
                 probs.iter_mut().for_each(|p| *p = *p / sum);
             }
@@ -153,7 +162,7 @@ impl RouterBwd {
                         }
                     }
                 }
-                ScoreFunction::Sigmoid => {
+                ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus => {
                     let sum = s.iter().copied().sum::<T>() + T::of(SUM_EPS);
                     let mean = dot(&ds, s) / sum;
                     ds.iter_mut().for_each(|d| *d = (*d - mean) / sum);
@@ -164,7 +173,14 @@ impl RouterBwd {
                         ds[e] += if topk > 1 { (dq[k] - mean) / kept_sum } else { dq[k] };
                     }
                     for e in 0..experts {
-                        dx[e] = ds[e] * s[e] * (T::of(1.0) - s[e]);
+                        dx[e] = match self.score {
+                            // Softplus' slope is the sigmoid, 1 - exp(-softplus).
+                            ScoreFunction::SqrtSoftplus if s[e] > T::of(0.0) => {
+                                let slope = T::of(-(-(s[e] * s[e]).f64()).exp_m1());
+                                ds[e] * slope / (T::of(2.0) * s[e])
+                            }
+                            _ => ds[e] * s[e] * (T::of(1.0) - s[e]),
+                        };
                     }
                 }
             }
@@ -191,6 +207,7 @@ pub(super) fn consistent_inputs(op: &RouterBwd, seed: u64) -> Option<Vec<Vec<f64
         skew: false,
         expert_bias: false,
         groups: None,
+        hash: None,
     };
     let (mut scores, mut probs) = (vec![0f32; t * e], vec![0f32; t * k]);
     let (mut index, mut counts) = (vec![0i32; t * k], vec![0i32; e]);

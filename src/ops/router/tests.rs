@@ -13,6 +13,7 @@ fn forward(tokens: usize, experts: usize, topk: usize, score: ScoreFunction, pre
         skew: false,
         expert_bias: false,
         groups: None,
+        hash: None,
     }
 }
 
@@ -25,8 +26,12 @@ fn route(op: &RouterFwd, logits: &[f64]) -> [Vec<f64>; 4] {
     [out.pop().unwrap(), probs, index, counts]
 }
 
-const KINDS: [(ScoreFunction, bool); 3] =
-    [(ScoreFunction::Softmax, false), (ScoreFunction::Softmax, true), (ScoreFunction::Sigmoid, false)];
+const KINDS: [(ScoreFunction, bool); 4] = [
+    (ScoreFunction::Softmax, false),
+    (ScoreFunction::Softmax, true),
+    (ScoreFunction::Sigmoid, false),
+    (ScoreFunction::SqrtSoftplus, false),
+];
 
 #[test]
 fn chooses_the_largest_and_counts_them() {
@@ -51,6 +56,43 @@ fn probabilities_follow_the_score_function() {
     assert!(close(&scores, &[0.5, 0.75, 0.0]) && close(&probs, &[2.5 * 0.6, 2.5 * 0.4]));
     let [scores, probs, ..] = route(&forward(1, 3, 1, ScoreFunction::Sigmoid, false), &logits);
     assert!((probs[0] - 2.5 * scores[1]).abs() < 1e-12, "one choice: not divided by itself");
+}
+
+#[test]
+fn square_root_of_softplus() {
+    let [scores, probs, ..] =
+        route(&forward(1, 3, 2, ScoreFunction::SqrtSoftplus, false), &[0.0, 40.0, -40.0]);
+    let want = [2f64.ln().sqrt(), 40f64.sqrt(), (-20f64).exp()];
+    assert!(scores.iter().zip(want).all(|(a, b)| (a / b - 1.0).abs() < 1e-12), "{scores:?}");
+    assert!((probs[0] - 2.5 * want[1] / (want[0] + want[1])).abs() < 1e-12);
+}
+
+/// Experts by the token's id: distinct, the same for the same id, of another layer others, each as often as another; the
+/// probabilities are those of the scores.
+#[test]
+fn a_hash_chooses_by_the_tokens_id() {
+    let (experts, topk) = (16, 6);
+    let of = |salt: u32| RouterFwd {
+        hash: Some(Hash { salt }),
+        ..forward(4000, experts, topk, ScoreFunction::SqrtSoftplus, false)
+    };
+    let logits = normals(4000 * experts, 3, 1.0);
+    let ids: Vec<f64> = (0..4000).map(|i| (i / 2) as f64).collect();
+    let run = |salt| run_f64(&of(salt), &[logits.clone(), ids.clone(), vec![], vec![], vec![], vec![]]);
+    let out = run(0);
+    let rows: Vec<&[f64]> = out[4].chunks(topk).collect();
+    for pair in rows.chunks(2) {
+        assert_eq!(pair[0], pair[1]);
+        let mut sorted = pair[0].to_vec();
+        sorted.sort_by(f64::total_cmp);
+        sorted.dedup();
+        assert!(sorted.len() == topk && sorted.iter().all(|e| (0.0..16.0).contains(e)));
+    }
+    assert!(out[5].iter().all(|c| (c - 1500.0).abs() < 150.0), "{:?}", out[5]);
+    assert_ne!(run(1)[4], out[4]);
+    let scores = &out[2][..experts];
+    let sum: f64 = rows[0].iter().map(|e| scores[*e as usize]).sum();
+    assert!((out[3][0] - 2.5 * scores[rows[0][0] as usize] / sum).abs() < 1e-12);
 }
 
 #[test]
@@ -102,7 +144,7 @@ fn gradient_is_that_of_probabilities_and_auxiliary_loss() {
                 let direct: f64 = probs.iter().zip(&dprobs).map(|(p, d)| p * d).sum();
                 let mut aux = 0.0;
                 for row in scores.chunks(e) {
-                    let sum = if score == ScoreFunction::Sigmoid { row.iter().sum() } else { 1.0 };
+                    let sum = if score != ScoreFunction::Softmax { row.iter().sum() } else { 1.0 };
                     aux += row.iter().zip(&counts).map(|(s, c)| s / sum * c).sum::<f64>();
                 }
                 let coefficient = 2.0 * 0.3 * e as f64 / (topk * t * t) as f64;

@@ -129,10 +129,12 @@ impl Stack<'_> {
             return self.latent_up(l, d, sum, x, shared);
         }
         let dropped = self.cfg.model.hidden_dropout > 0.0;
-        let sum = self.act(l, if dropped { "moe.sum" } else { "moe.residual_out" }, &[d.t, d.h]);
-        let op = CombineRows { residual: !dropped, shared: shared.is_some(), ..d.combine() };
+        // Hyper-connections spread the sum over the residual streams themselves.
+        let rides = !dropped && !self.hyper();
+        let sum = self.act(l, if rides { "moe.residual_out" } else { "moe.sum" }, &[d.t, d.h]);
+        let op = CombineRows { residual: rides, shared: shared.is_some(), ..d.combine() };
         let mut args = vec![rows, dest];
-        args.extend((!dropped).then_some(x));
+        args.extend(rides.then_some(x));
         args.extend(shared);
         args.push(sum);
         self.b.launch(op, &args);

@@ -120,6 +120,7 @@ impl Stack<'_> {
         let op = GroupedGemm {
             experts: d.local,
             rows: d.rows,
+            filled: d.rows.min(d.t * d.topk),
             n,
             k,
             layout,

@@ -123,6 +123,8 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
     let (t, local, topk) = (s.split_tokens, s.share.experts, moe.router_topk);
     let (bins, capacity) = bins(s.cfg, s.share, moe, t);
     let padded = capacity.is_some_and(|c| c.padded);
+    // Megatron-Core's budget of received rows: a factor of what a balanced rank gets. Rows beyond the received ones are
+    // padding, which products pass over by the offsets on the device; more of them fail the row.
     let rank_rows = moe.rank_capacity_factor.map(|factor| ((t * topk) as f64 * factor).ceil() as usize);
     // One process receives exactly the rows it sends, so a bound above 1 reserves nothing more here.
     let bound = (((t * topk) as f64 * moe.row_bound).ceil() as usize).min(t * topk);
@@ -204,6 +206,7 @@ impl Stack<'_> {
         let dy = self.shared_backward(l, &moe, y, dsum, dy_router)?;
         let norm_w = self.moe_weight(l, "norm")?;
         let rstd = self.act_as(l, "moe.norm.rstd", DType::F32, &[d.t]);
-        Ok(self.norm_backward(l, "moe.norm", x, rstd, norm_w, dy, Some(dout)))
+        let residual = (!self.hyper()).then_some(dout);
+        Ok(self.norm_backward(l, "moe.norm", x, rstd, norm_w, dy, residual))
     }
 }

@@ -4,7 +4,7 @@ use super::super::{PIPELINE_SEED, Stack, WorkloadError};
 use super::Dims;
 use crate::config::{Moe, Routing};
 use crate::ops::rng::Rng;
-use crate::ops::router::{Groups, RouterBwd, RouterFwd};
+use crate::ops::router::{Groups, Hash, RouterBwd, RouterFwd};
 use crate::program::{BufId, DType};
 
 /// What the router hands on, of one layer.
@@ -21,12 +21,18 @@ pub(super) struct Routes {
 }
 
 impl Stack<'_> {
+    /// Whether layer `l` chooses experts by the tokens' ids.
+    pub(in super::super) fn hashed(&self, l: usize) -> bool {
+        self.cfg.model.moe.as_ref().is_some_and(|m| self.share.layers[l].index < m.hash_layers)
+    }
+
     fn router(&mut self, l: usize) -> Result<RouterFwd, WorkloadError> {
         let moe = self.moe()?.clone();
         let forced = match moe.routing {
             Routing::Recipe => moe.force_load_balancing,
             Routing::Balanced | Routing::Skewed => true,
         };
+        let hash = self.hashed(l).then_some(Hash { salt: self.share.layers[l].index as u32 });
         let seed = PIPELINE_SEED * self.cfg.parallel.pp_rank as u32;
         let rng: Option<Rng> =
             forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
@@ -39,7 +45,8 @@ impl Stack<'_> {
             scaling: moe.topk_scaling_factor,
             forced: rng,
             skew: moe.routing == Routing::Skewed,
-            expert_bias: moe.expert_bias,
+            expert_bias: moe.expert_bias && hash.is_none(),
+            hash,
             groups: (moe.num_groups > 1).then_some(Groups { count: moe.num_groups, chosen: moe.group_topk }),
         })
     }
@@ -66,6 +73,10 @@ impl Stack<'_> {
         args.extend(router.forced.map(|_| self.words));
         if router.expert_bias {
             args.push(self.expert_bias(l));
+        }
+        if router.hash.is_some() {
+            let none = || WorkloadError::Internal("a layer that routes by token ids has none".into());
+            args.push(self.ids.ok_or_else(none)?);
         }
         args.extend([r.scores, r.probs, r.index, r.counts]);
         self.b.launch(router, &args);

@@ -6,7 +6,9 @@ use crate::config::{LayerKind, RunConfig};
 use crate::device::cpu::{CpuExecutor, Storage};
 use crate::device::{Arm, Executor};
 use crate::program::memory::{self, lifetimes};
-use crate::workloads::testing::{deepseek, delta_net, dense, hybrid, moe, padded, program, staged};
+use crate::workloads::testing::{
+    deepseek, deepseek_v4, delta_net, dense, hybrid, moe, padded, program, staged,
+};
 
 fn selective(mut cfg: RunConfig, modules: &[&str]) -> RunConfig {
     cfg.recompute.granularity = Some("selective".into());
@@ -145,6 +147,40 @@ fn losses_and_gradients_have_the_same_bits_as_without() {
             assert_eq!(spoilt_step(&cfg), spoilt, "{what} {how}: read after the planner gave it away");
         }
     }
+}
+
+/// Streams computed anew from the beginning of a block: the same bits, whatever the blocks are, and less memory.
+#[test]
+fn residual_streams_have_the_same_bits_as_without() {
+    let mut cfg = deepseek_v4();
+    cfg.model.layers = vec![LayerKind::Moe; 4];
+    cfg.model.mtp_num_layers = 1;
+    if let Some(kv) = &mut cfg.model.shared_kv {
+        kv.compress_ratios = vec![0, 4, 128, 4, 0];
+    }
+    let (plain, spoilt, before) = (two_steps(&cfg), spoilt_step(&cfg), planned(&cfg).0);
+    let modules: [&[&str]; 3] = [&["mla_up_proj"], &["mhc"], &["mhc", "mla_up_proj", "layernorm", "moe_act"]];
+    let selected = modules.iter().flat_map(|m| {
+        [None, Some(1), Some(3)].map(|size| {
+            let mut cfg = selective(cfg.clone(), m);
+            cfg.recompute.mhc_layers = size;
+            cfg
+        })
+    });
+    let whole = [("block", 1), ("uniform", 2)].map(|(method, n)| full(cfg.clone(), method, n));
+    for cfg in selected.chain(whole) {
+        let what = format!("{:?}", cfg.recompute);
+        assert!(!repeated(&program(&cfg)).is_empty(), "{what}");
+        assert_eq!(two_steps(&cfg), plain, "{what}");
+        assert_eq!(spoilt_step(&cfg), spoilt, "{what}");
+        assert!(planned(&cfg).0 < before, "{what}: {} not below {before}", planned(&cfg).0);
+    }
+    // Each sublayer's sum and the streams after it, but those at the ends of the blocks; the depth is a block of its own.
+    let mut blocks = selective(cfg, &["mhc"]);
+    blocks.recompute.mhc_layers = Some(2);
+    let program = program(&blocks);
+    let count = |name: &str| names(&program).iter().filter(|n| **n == name).count();
+    assert_eq!([count("hyper_pre_fwd"), count("hyper_post_fwd")], [2 * 10, 2 * (4 * 2 - 2 + 1)]);
 }
 
 #[test]
