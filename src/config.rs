@@ -304,6 +304,28 @@ pub struct Parallel {
     #[serde(default)]
     pub microbatch_group_size: Option<usize>,
     pub use_distributed_optimizer: bool,
+    /// The processes of this run, and which of them this is.
+    #[serde(default, skip_serializing_if = "World::is_one")]
+    pub world: World,
+}
+
+/// Processes that run together, one a GPU: ranks 0.. of the modelled job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct World {
+    pub size: usize,
+    pub rank: usize,
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self { size: 1, rank: 0 }
+    }
+}
+
+impl World {
+    pub fn is_one(&self) -> bool {
+        self.size == 1
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -260,6 +260,7 @@ pub fn layout_of(e: &Effective) -> Parallel {
         account_for_loss: e.values.on("model.account_for_loss_in_pipeline_split"),
         microbatch_group_size: optional("model.microbatch_group_size_per_vp_stage").filter(|n| *n > 0),
         use_distributed_optimizer: e.values.on("ddp.use_distributed_optimizer"),
+        world: Default::default(),
     }
 }
 

@@ -399,6 +399,7 @@ fn moe(add: &mut Add) {
                 skew: forced.is_some(),
                 expert_bias,
                 groups: None,
+                first_token: 0,
             };
             add(Arc::new(RouterBwd {
                 tokens,
@@ -430,6 +431,7 @@ fn moe(add: &mut Add) {
                 skew: false,
                 expert_bias,
                 groups: Some(Groups { count, chosen }),
+                first_token: 0,
             }));
         }
     }

@@ -5,7 +5,7 @@ use super::Stack;
 use super::weights::Weight;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::bias::{BiasAdd, BiasGrad};
-use crate::ops::collective::{Collective, StandIn};
+use crate::ops::collective::{Collective, Exchange, Kind, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, gradient_is_whole, partials};
@@ -193,6 +193,11 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("{name}.gathered"), &[self.tokens, cols]);
+        if let Some(group) = self.share.place.tensor.clone() {
+            let (kind, rows) = (Kind::AllGather, self.split_tokens);
+            self.b.launch(Exchange { kind, group, rows, cols, dtype: DType::Bf16 }, &[x, out]);
+            return out;
+        }
         self.b.launch(
             StandIn {
                 kind: Collective::AllGather,
@@ -212,6 +217,11 @@ impl Stack<'_> {
         let ranks = self.cfg.parallel.tp;
         if self.split() {
             let out = self.act(l, &format!("{name}.reduced"), &[self.split_tokens, cols]);
+            if let Some(group) = self.share.place.tensor.clone() {
+                let (kind, rows) = (Kind::ReduceScatter, self.split_tokens);
+                self.b.launch(Exchange { kind, group, rows, cols, dtype: DType::Bf16 }, &[x, out]);
+                return out;
+            }
             self.b.launch(
                 StandIn {
                     kind: Collective::ReduceScatter,
@@ -224,7 +234,10 @@ impl Stack<'_> {
             );
             return out;
         }
-        if ranks > 1 && !self.cfg.stack_only {
+        if let Some(group) = self.share.place.tensor.clone() {
+            let (kind, rows) = (Kind::AllReduce, self.tokens);
+            self.b.launch(Exchange { kind, group, rows, cols, dtype: DType::Bf16 }, &[x]);
+        } else if ranks > 1 && !self.cfg.stack_only {
             self.b.launch(
                 StandIn { kind: Collective::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 },
                 &[x],
@@ -239,7 +252,9 @@ impl Stack<'_> {
     }
 
     fn hidden_dropout(&mut self, l: usize, name: &str) -> Dropout {
-        let seed = self.model_seed();
+        // Rows that every tensor rank has are dropped alike.
+        let alike = if self.split() { 0 } else { self.share.place.tp as u32 };
+        let seed = self.model_seed() - alike;
         let index = self.share.layers[l].index;
         Dropout {
             p: self.cfg.model.hidden_dropout,

@@ -193,10 +193,15 @@ impl Stack<'_> {
         }
         (self.b.slot, self.b.micro_batch) = (0, 0);
         self.move_expert_bias();
-        self.reduce_gradients();
-        self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
+        if cfg.parallel.world.is_one() {
+            self.reduce_gradients();
+            self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
+        } else {
+            self.reduce_over_ranks();
+            self.share_loss(loss);
+        }
         if cfg.optimizer.kind != "none" {
-            self.optimizer();
+            if cfg.parallel.world.is_one() { self.optimizer() } else { self.optimize_over_ranks() }
         }
         self.b.at(None, Part::Optimizer, Pass::Other);
         self.b.launch(step_end(cfg), &[self.words]);
@@ -207,6 +212,7 @@ impl Stack<'_> {
     /// The next launches belong to this micro-batch and draw its random numbers.
     fn draw_for(&mut self, micro_batch: usize) -> Result<(), WorkloadError> {
         self.b.micro_batch = micro_batch;
+        let micro_batch = self.share.place.micro_batch(micro_batch);
         if self.drawing != micro_batch {
             self.drawing = micro_batch;
             let micro_batch = u32::try_from(micro_batch)
@@ -235,9 +241,10 @@ impl Stack<'_> {
         });
         let rng = self.b.rng("tokens", 0);
         // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
+        let vocab = self.share.vocab * self.share.place.tensor.as_ref().map_or(1, |g| g.len());
         self.b.at(None, Part::Step, Pass::Other);
         self.b.launch(
-            TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
+            TokenGen { positions: self.positions, vocab, rng },
             &[self.words, ids, labels],
         );
         let mtp = self.mtp_tokens(mb)?;

@@ -5,6 +5,7 @@
 
 mod memory;
 mod storage;
+pub mod tcp;
 
 pub use storage::{Storage, global_index, name_hash};
 

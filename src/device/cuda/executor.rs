@@ -127,6 +127,7 @@ impl CudaExecutor {
                 sdpas: &mut sdpas,
                 attention: options.attention,
                 attention_use: &mut attention_use,
+                comms: None,
                 sm_count: context.sm_count,
                 cc: context.cc,
             };

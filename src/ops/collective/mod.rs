@@ -1,4 +1,11 @@
-//! Stand-ins for collectives: device copies of the bytes that this rank would send; and counts to the host.
+//! Collectives. Stand-ins of one process: device copies of the bytes that this rank would send; and counts to the host.
+//! Between processes: [`Exchange`], [`ExchangeRows`].
+
+mod exchange;
+mod rows;
+
+pub use exchange::{Exchange, Kind};
+pub use rows::{ExchangeRows, RowPlan};
 
 use super::support::{addresses, sample_of};
 use super::{ArgSpec, CpuArgs, Op, Real, Sample};

@@ -13,6 +13,7 @@ fn forward(tokens: usize, experts: usize, topk: usize, score: ScoreFunction, pre
         skew: false,
         expert_bias: false,
         groups: None,
+        first_token: 0,
     }
 }
 
@@ -175,6 +176,7 @@ fn experts_come_from_the_best_groups() {
             for biased in [false, true] {
                 let op = RouterFwd {
                     groups: Some(groups),
+                    first_token: 0,
                     expert_bias: biased,
                     ..forward(tokens, experts, topk, score, pre)
                 };
