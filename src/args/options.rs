@@ -25,6 +25,8 @@ pub mod defaults {
     /// Longest device call, in seconds, before a run counts as hung: kernels of a first run compile for a minute, a
     /// full-size step on a CPU takes minutes.
     pub const WATCHDOG_S: f64 = 600.0;
+    /// Longest wait of ranks for each other's start, in seconds: containers of a large job start within a minute.
+    pub const RENDEZVOUS_TIMEOUT_S: f64 = 120.0;
     /// Warm-up iterations of the learning rate; the harness's.
     pub const WARMUP_ITERS: i64 = 10;
 }
@@ -386,6 +388,14 @@ pub struct Mbperf {
     /// Pipeline stage whose share is run
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub pp_rank: i64,
+    /// Processes that mbperf starts on this machine, one a GPU: ranks 0.. of the job. Left out: one, or what torchrun, srun
+    /// or mpirun has started
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub nproc_per_node: Option<u32>,
+    /// How long ranks wait for each other to start
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite,
+          default_value_t = defaults::RENDEZVOUS_TIMEOUT_S)]
+    pub rendezvous_timeout: f64,
     /// Seed of weights, tokens, routing and dropout
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed,
           default_value_t = defaults::SEED)]

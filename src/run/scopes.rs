@@ -161,7 +161,7 @@ pub(super) fn run(
     let mut tried = Vec::new();
     let code = sweep::each(jobs, |job| {
         let from = book.lock().map_or(0, |b| b.rows.len());
-        let ran = one(job.resolved, &job.args, interrupt, Some(&book));
+        let ran = one(job.resolved, &job.args, interrupt, Some(&book), None);
         let graph = book.lock().ok().and_then(|b| b.rows[from..].last().cloned());
         if let Some(row) = graph {
             tried.push(Tried::of_row(&row));
