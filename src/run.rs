@@ -10,6 +10,7 @@ use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
 use crate::measure::outcome::FinalCheck;
 use crate::measure::{self, Hooks, Options, Status};
+use crate::ops::collective::held::{CommModel, hold};
 use crate::overrides::{self, Resolved};
 use crate::profile::Profile;
 use crate::program::Program;
@@ -129,7 +130,7 @@ fn one(
     }
     let mut options = options(&resolved, args, on_gpu);
     options.check().map_err(|e| usage(&e))?;
-    let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
+    let plan = plan(&resolved.config, args.mbperf.dump.is_some(), args.mbperf.comm_model)?;
     if !on_gpu {
         threads::check()?;
     }
@@ -163,7 +164,7 @@ fn one(
     }
     let fault = faults.clone();
     let told = Arc::new(Mutex::new(facts.clone()));
-    let beat = watchdog(args, told.clone(), options.clone(), target.clone())?;
+    let beat = watchdog(args, told.clone(), options.clone(), target.clone(), start.is_some())?;
     let mut leader = None;
     if let Some(start) = start {
         writer.expect_ranks(start.size)?;
@@ -424,7 +425,7 @@ fn say_notices(resolved: &Resolved, args: &Args) {
 
 fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
     let cfg = &resolved.config;
-    let plan = if cfg.not_built.is_empty() { Some(plan(cfg, false)?) } else { None };
+    let plan = if cfg.not_built.is_empty() { Some(plan(cfg, false, args.mbperf.comm_model)?) } else { None };
     let mut out = std::io::stdout().lock();
     if matches!(args.mbperf.format, Format::Json) {
         let mut head = overrides::dryrun_head(resolved);
@@ -457,7 +458,7 @@ pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow:
         )
         .into());
     }
-    let plan = plan(&resolved.config, false)?;
+    let plan = plan(&resolved.config, false, args.mbperf.comm_model)?;
     let own = &args.mbperf;
     let options = CudaOptions {
         cache_dir: own.kernel_cache.clone(),
@@ -468,12 +469,13 @@ pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow:
 }
 
 /// Share, program and both arms.
-fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
+fn plan(cfg: &RunConfig, keep_routing: bool, comm: CommModel) -> anyhow::Result<RunPlan> {
     let share = RankShare::of(cfg)?;
     let mut program: Program = workloads::build(cfg, &share)?;
     if keep_routing {
         dump::keep_routing(&mut program);
     }
+    hold(&mut program, comm);
     dropped::keep(cfg, &mut program);
     Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
 }

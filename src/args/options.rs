@@ -5,6 +5,7 @@ use super::values::{
     FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name, parse_seed,
 };
 use crate::config::{ExpertGemm, GraphImpl, Routing};
+use crate::ops::collective::held::CommModel;
 use crate::report::Dialect;
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -115,6 +116,9 @@ pub struct Training {
     /// Steps of each arm, warm-up and capture counted. Left out: until the interval is narrow or --max_time is over
     #[arg(long, visible_alias = "ms", value_name = "N", allow_negative_numbers = true)]
     pub max_steps: Option<i64>,
+    /// Of several processes: how long ranks wait for each other to start, and the watchdog's limit
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub distributed_timeout_minutes: Option<i64>,
     /// Sequences a step of the whole job
     #[arg(long, visible_alias = "gb", value_name = "N", allow_negative_numbers = true)]
     pub global_batch_size: Option<i64>,
@@ -392,10 +396,13 @@ pub struct Mbperf {
     /// or mpirun has started
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub nproc_per_node: Option<u32>,
-    /// How long ranks wait for each other to start
-    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite,
-          default_value_t = defaults::RENDEZVOUS_TIMEOUT_S)]
-    pub rendezvous_timeout: f64,
+    /// Time of stood-in collectives: copy (device copies alone), nvlink[:GBPS] or ib:GBPS (held for their bytes at that
+    /// bandwidth, 10^9 bytes a second, on 16 multiprocessors)
+    #[arg(long, value_name = "MODEL", default_value = "copy")]
+    pub comm_model: CommModel,
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite, help = format!(
+        "How long ranks wait for each other to start [default: {}]", defaults::RENDEZVOUS_TIMEOUT_S))]
+    pub rendezvous_timeout: Option<f64>,
     /// Seed of weights, tokens, routing and dropout
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed,
           default_value_t = defaults::SEED)]

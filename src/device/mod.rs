@@ -200,7 +200,13 @@ pub trait Executor {
 
     /// `count` steps of `arm` follow, all submitted whatever comes: the other ranks run them too. `ahead`: each is
     /// submitted before the one before it is waited for; `drain`: the last is waited for too.
-    fn begin_steps(&mut self, _arm: Arm, _count: usize, _ahead: bool, _drain: bool) -> Result<(), DeviceError> {
+    fn begin_steps(
+        &mut self,
+        _arm: Arm,
+        _count: usize,
+        _ahead: bool,
+        _drain: bool,
+    ) -> Result<(), DeviceError> {
         Ok(())
     }
 

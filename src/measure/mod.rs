@@ -183,9 +183,7 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
 
 /// Smallest and largest median of a rank, and the median skew of a step, over the steady steps of a side.
 fn rank_figures(session: &Session, side: usize) -> Option<((f64, f64), f64)> {
-    let counts = |s: &StepRecord| {
-        s.side == side && s.phase == Phase::Steady && s.pacing == Pacing::RunAhead
-    };
+    let counts = |s: &StepRecord| s.side == side && s.phase == Phase::Steady && s.pacing == Pacing::RunAhead;
     let of: Vec<Vec<f64>> = session
         .steps
         .iter()
@@ -198,9 +196,8 @@ fn rank_figures(session: &Session, side: usize) -> Option<((f64, f64), f64)> {
         (low, all.iter().copied().fold(f64::NEG_INFINITY, f64::max))
     };
     let ranks = of.first()?.len();
-    let medians: Vec<f64> = (0..ranks)
-        .filter_map(|r| stats::median(&of.iter().map(|s| s[r]).collect::<Vec<_>>()))
-        .collect();
+    let medians: Vec<f64> =
+        (0..ranks).filter_map(|r| stats::median(&of.iter().map(|s| s[r]).collect::<Vec<_>>())).collect();
     let skews: Vec<f64> = of.iter().map(|s| ends(s)).map(|(low, high)| high - low).collect();
     Some((ends(&medians), stats::median(&skews)?))
 }

@@ -52,7 +52,10 @@ pub struct Steps {
 pub enum Command {
     Beat,
     /// Bytes of rank 0's that all use: communicator ids, chosen algorithms.
-    Shared { what: String, bytes: Vec<u8> },
+    Shared {
+        what: String,
+        bytes: Vec<u8>,
+    },
     Reset,
     Steps(Steps),
     Capture,
@@ -162,7 +165,9 @@ impl Lead {
     pub fn tell(&self, command: &Command) -> Result<(), DeviceError> {
         for link in &self.links {
             if let Err(e) = send(&link.stream, command) {
-                return Err(self.explain(DeviceError::Invalid(format!("rank {} cannot be reached ({e})", link.rank))));
+                return Err(
+                    self.explain(DeviceError::Invalid(format!("rank {} cannot be reached ({e})", link.rank)))
+                );
             }
         }
         Ok(())
@@ -269,7 +274,11 @@ fn watch_over(streams: &[Arc<Mutex<TcpStream>>], watch: &Mutex<Watch>, abandon: 
             return;
         }
         if let Some(i) = now.heard.iter().position(|heard| heard.elapsed() > SILENCE) {
-            now.fail(i + 1, 1, format!("not heard of for {} s: its machine or network is gone", SILENCE.as_secs()));
+            now.fail(
+                i + 1,
+                1,
+                format!("not heard of for {} s: its machine or network is gone", SILENCE.as_secs()),
+            );
         }
         let overdue = now.since.is_some_and(|since| since.elapsed() > GRACE);
         if let Some((rank, code, message)) = now.failure.clone().filter(|_| overdue) {
@@ -307,7 +316,9 @@ impl Follow {
         let over = Arc::new(Mutex::new(false));
         let done = over.clone();
         // Silence is as good as a closed connection.
-        reader.set_read_timeout(Some(SILENCE)).map_err(|e| DeviceError::Invalid(format!("rank {rank}: {e}")))?;
+        reader
+            .set_read_timeout(Some(SILENCE))
+            .map_err(|e| DeviceError::Invalid(format!("rank {rank}: {e}")))?;
         thread("rank 0", move || {
             for line in BufReader::new(reader).lines() {
                 let Ok(command) = line.and_then(|l| Ok(serde_json::from_str::<Command>(&l)?)) else { break };
@@ -342,7 +353,8 @@ impl Follow {
     }
 
     pub fn answer(&self, answer: &Answer) -> Result<(), DeviceError> {
-        send(&self.stream, answer).map_err(|e| DeviceError::Invalid(format!("rank 0 cannot be reached ({e})")))
+        send(&self.stream, answer)
+            .map_err(|e| DeviceError::Invalid(format!("rank 0 cannot be reached ({e})")))
     }
 
     /// Whether rank 0 gives up or goes within a moment: then it has told why, and this rank's error follows from that.
@@ -396,7 +408,9 @@ impl Share {
             }
             Share::Follow(follow) => match follow.next() {
                 Some(Command::Shared { what: theirs, bytes }) if theirs == what => Ok(bytes),
-                Some(other) => Err(DeviceError::internal(format!("rank 0 gave {other:?} where {what} was due"))),
+                Some(other) => {
+                    Err(DeviceError::internal(format!("rank 0 gave {other:?} where {what} was due")))
+                }
                 None => Err(DeviceError::Invalid("rank 0 has gone".into())),
             },
         }

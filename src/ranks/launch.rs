@@ -58,14 +58,23 @@ pub fn start(nproc: Option<u32>, env: &dyn Fn(&str) -> Option<String>) -> Result
 fn from_environment(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Start>, String> {
     let number = |name: &str| -> Result<Option<usize>, String> {
         env(name)
-            .map(|text| text.trim().parse().map_err(|_| format!("{name}={text:?} is no number; unset it or correct it")))
+            .map(|text| {
+                text.trim()
+                    .parse()
+                    .map_err(|_| format!("{name}={text:?} is no number; unset it or correct it"))
+            })
             .transpose()
     };
     // torchrun's names first: they are what others are made to set too.
     let launchers = [
         ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
     ];
     for (by, rank_name, local_name, local_size) in launchers {
         let (Some(size), Some(rank)) = (number(by)?, number(rank_name)?) else { continue };
@@ -85,7 +94,9 @@ fn from_environment(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Start
         // Jobs that share a machine must not share a port.
         let job = number("SLURM_JOB_ID")?.map_or(0, |id| (id % 1000) as u16);
         let port = match number("MASTER_PORT")? {
-            Some(port) => u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is no port (1 to 65535)"))?,
+            Some(port) => {
+                u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is no port (1 to 65535)"))?
+            }
             None => DEFAULT_PORT + job,
         };
         let local_rank = number(local_name)?.unwrap_or(0);

@@ -63,7 +63,9 @@ impl Executor for Leading {
             for (all, answer) in all.iter_mut().zip(self.lead.answers()?) {
                 match answer {
                     Answer::Steps(steps) => all.extend(steps),
-                    other => return Err(DeviceError::internal(format!("a rank answered {other:?} to steps"))),
+                    other => {
+                        return Err(DeviceError::internal(format!("a rank answered {other:?} to steps")));
+                    }
                 }
             }
         }
@@ -97,7 +99,9 @@ impl Executor for Leading {
         for (i, answer) in others.into_iter().enumerate() {
             match answer {
                 Answer::Digest(list) => {
-                    all.extend(list.into_iter().map(|(name, hash)| (format!("rank {}: {name}", i + 1), hash)));
+                    all.extend(
+                        list.into_iter().map(|(name, hash)| (format!("rank {}: {name}", i + 1), hash)),
+                    );
                 }
                 other => return Err(DeviceError::internal(format!("a rank answered {other:?} to a digest"))),
             }

@@ -86,7 +86,9 @@ pub fn gather(
     let mut come: Vec<Option<(TcpStream, Hello)>> = (1..own.size).map(|_| None).collect();
     while come.iter().any(Option::is_none) {
         if let Some((rank, how)) = children.ended() {
-            return Err(failed(format!("rank {rank} ended ({how}) before it came to rank 0; its own message says why")));
+            return Err(failed(format!(
+                "rank {rank} ended ({how}) before it came to rank 0; its own message says why"
+            )));
         }
         match listener.accept() {
             Ok((stream, _)) => {
@@ -101,8 +103,7 @@ pub fn gather(
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 if Instant::now() >= until {
-                    let missing: Vec<usize> =
-                        (1..own.size).filter(|rank| come[rank - 1].is_none()).collect();
+                    let missing: Vec<usize> = (1..own.size).filter(|rank| come[rank - 1].is_none()).collect();
                     return Err(failed(format!(
                         "{} of {} did not come to {}:{port} within {} s (--rendezvous_timeout); {} says that there are \
                          {}: start them all, or one process with --nproc_per_node 1",
@@ -144,7 +145,10 @@ fn take(stream: &TcpStream) -> io::Result<Hello> {
 fn unfit(own: &Hello, other: &Hello, come: &[Option<(TcpStream, Hello)>]) -> Option<String> {
     let Hello { rank, size, .. } = *other;
     if other.version != own.version {
-        return Some(format!("rank {rank} is mbperf {}, rank 0 is {}: start the same program", other.version, own.version));
+        return Some(format!(
+            "rank {rank} is mbperf {}, rank 0 is {}: start the same program",
+            other.version, own.version
+        ));
     }
     if size != own.size || rank == 0 || rank >= own.size {
         return Some(format!("a process came as rank {rank} of {size}; rank 0 is one of {}", own.size));
@@ -153,7 +157,9 @@ fn unfit(own: &Hello, other: &Hello, come: &[Option<(TcpStream, Hello)>]) -> Opt
         return Some(format!("two processes came as rank {rank}: each must have a rank of its own"));
     }
     if other.config != own.config {
-        return Some(format!("rank {rank} runs another configuration than rank 0: give all the same command line"));
+        return Some(format!(
+            "rank {rank} runs another configuration than rank 0: give all the same command line"
+        ));
     }
     None
 }
@@ -260,7 +266,14 @@ mod tests {
         Hello { version: "1".into(), rank, size, config: 7, data_port: 1 }
     }
     fn start(port: u16) -> Start {
-        Start { size: 3, rank: 0, local_rank: 0, master: "127.0.0.1".into(), port: Some(port), by: "WORLD_SIZE" }
+        Start {
+            size: 3,
+            rank: 0,
+            local_rank: 0,
+            master: "127.0.0.1".into(),
+            port: Some(port),
+            by: "WORLD_SIZE",
+        }
     }
 
     #[test]

@@ -337,6 +337,7 @@ columns! {
     power_limit_w Float r => arm(r, |a| a.health.power_limit_w), "Power limit in force.";
     other_processes_max Int r => arm(r, |a| a.health.other_processes_max), "Most other processes seen computing on the GPU.";
     real_groups Text r => r.facts.real_groups.clone(), "Groups whose ranks are all among the processes and whose collectives go over the wire, joined with `+`; empty for one process.";
+    comm_model Text r => r.facts.comm_model.clone(), "How long stood-in collectives take (`--comm_model`): `copy`, or the wire and its 10^9 bytes a second; empty where none is stood in for.";
     rank_step_time_ms_min Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.0)), "Several processes: the fastest rank's own median step time. `step_time_ms_median` is of the slowest rank of each step.";
     rank_step_time_ms_max Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.1)), "The slowest rank's own median step time.";
     rank_skew_ms Float r => arm(r, |a| a.rank_skew_ms), "Median over steps of what the slowest rank took longer than the fastest.";

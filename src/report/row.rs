@@ -35,6 +35,8 @@ pub struct RunFacts {
     pub comm: String,
     /// Groups whose ranks are all among the processes, joined with `+`; `None`: one process.
     pub real_groups: Option<String>,
+    /// `--comm_model`, where there are stand-ins.
+    pub comm_model: Option<String>,
     pub tp: usize,
     pub pp: usize,
     pub cp: usize,

@@ -202,7 +202,12 @@ impl Writer {
     /// Files that hold nothing unless something is written to them.
     pub fn made(&self) -> Vec<PathBuf> {
         let all = [&self.rows, &self.steps, &self.blocks, &self.profile, &self.runs];
-        all.into_iter().flatten().chain(&self.ranks).filter(|f| f.created && f.regular).map(|f| f.path.clone()).collect()
+        all.into_iter()
+            .flatten()
+            .chain(&self.ranks)
+            .filter(|f| f.created && f.regular)
+            .map(|f| f.path.clone())
+            .collect()
     }
 
     /// Whether files stand beside the rows: not on standard output, nor beside a device.

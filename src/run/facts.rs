@@ -38,7 +38,11 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
         num_gpus: i.num_gpus,
         world_size: p.world.size,
         comm: if stand_in { "stand_in" } else { "none" }.into(),
-        real_groups: share.as_ref().map(|s| super::ranks::real_groups(&s.place)).filter(|g| !g.is_empty()),
+        real_groups: share
+            .as_ref()
+            .map(|s| super::ranks::real_groups(&s.place, cfg.model.moe.is_some()))
+            .filter(|g| !g.is_empty()),
+        comm_model: stand_in.then(|| args.mbperf.comm_model.to_string()),
         tp: p.tp,
         pp: p.pp,
         cp: p.cp,

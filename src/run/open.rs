@@ -4,13 +4,13 @@ use super::usage;
 use crate::args::{Args, AttentionKernels, DeviceChoice};
 use crate::capture::RunPlan;
 use crate::commands;
-use crate::device::{DeviceError, Executor};
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::device::guard::{Beat, Guarded};
 use crate::device::inject::Inject;
+use crate::device::{DeviceError, Executor};
 use crate::ranks::control::{self, Share};
 use crate::ranks::lead::Leading;
 

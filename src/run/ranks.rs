@@ -1,16 +1,16 @@
 //! Runs of several processes: what they may be asked for, rank 0's start of the others, and the other ranks' part.
 
 use super::{open_device, plan, usage};
-use crate::args::Args;
+use crate::args::{Args, defaults};
 use crate::capture::RunPlan;
 use crate::commands::complain;
 use crate::config::{RunConfig, World};
 use crate::device::cpu::{name_hash, tcp};
-use crate::device::{DeviceError, guard};
+use crate::device::{DeviceError, Phase, guard};
 use crate::host_model::HostModel;
 use crate::measure::Options;
 use crate::ranks::control::{self, Answer, Follow, Lead, Share, Team};
-use crate::ranks::groups::Place;
+use crate::ranks::groups::{Kind, Place};
 use crate::ranks::launch::{self, Children, Start};
 use crate::ranks::{follow, rendezvous};
 use crate::report::{Row, RunFacts, Target, Writer};
@@ -20,6 +20,31 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+const SECONDS_A_MINUTE: f64 = 60.0;
+/// A rank's own watchdog speaks before rank 0's, which hangs with it.
+const RANK_0_WAITS: Duration = Duration::from_secs(5);
+
+/// The watchdog's limit, and by how much rank 0's is longer.
+///
+/// # Errors
+/// A negative time (exit 2).
+pub(super) fn watchdog_limit(args: &Args, several: bool) -> anyhow::Result<(Duration, Duration)> {
+    let limit = super::beside::limit(args)?;
+    let minutes = args.training.distributed_timeout_minutes.filter(|_| several);
+    let plain = args.mbperf.watchdog == defaults::WATCHDOG_S;
+    let given =
+        minutes.filter(|_| plain).and_then(|m| Duration::try_from_secs_f64(m as f64 * SECONDS_A_MINUTE).ok());
+    Ok((given.unwrap_or(limit), if several { RANK_0_WAITS } else { Duration::ZERO }))
+}
+
+/// What a hang of several ranks is told with beside [`guard::hang_message`].
+pub(super) fn hang_message(rank: usize, phase: Phase, limit: Duration) -> String {
+    format!(
+        "rank {rank}: {}; ranks wait for each other in every collective: the first one that hangs stops all",
+        guard::hang_message(phase, limit)
+    )
+}
+
 /// Whether this process is one of several, and which.
 pub(super) fn start(args: &Args) -> anyhow::Result<Option<Start>> {
     let start = launch::start(args.mbperf.nproc_per_node, &|name| std::env::var(name).ok());
@@ -27,7 +52,9 @@ pub(super) fn start(args: &Args) -> anyhow::Result<Option<Start>> {
 }
 
 fn timeout(args: &Args) -> anyhow::Result<Duration> {
-    let seconds = args.mbperf.rendezvous_timeout;
+    let minutes = args.training.distributed_timeout_minutes;
+    let harness = minutes.map(|m| m as f64 * SECONDS_A_MINUTE);
+    let seconds = args.mbperf.rendezvous_timeout.or(harness).unwrap_or(defaults::RENDEZVOUS_TIMEOUT_S);
     match Duration::try_from_secs_f64(seconds) {
         Ok(t) if !t.is_zero() => Ok(t),
         _ => Err(usage(&format!("--rendezvous_timeout {seconds}: give seconds above 0"))),
@@ -67,9 +94,14 @@ pub(super) fn enter(cfg: &mut RunConfig, start: &Start) -> anyhow::Result<()> {
     } else if p.cp > 1 {
         Some(format!("cp {}: context parallelism between processes is not built; give -cp 1", p.cp))
     } else if p.etp > 1 && cfg.model.moe.is_some() {
-        Some(format!("etp {}: experts split over tensor ranks are not built between processes; give -et 1", p.etp))
+        Some(format!(
+            "etp {}: experts split over tensor ranks are not built between processes; give -et 1",
+            p.etp
+        ))
     } else if job < n || !job.is_multiple_of(n) {
-        Some(format!("the job has {job} GPUs (-ng): its ranks cannot be {n} processes; give -ng a multiple of {n}"))
+        Some(format!(
+            "the job has {job} GPUs (-ng): its ranks cannot be {n} processes; give -ng a multiple of {n}"
+        ))
     } else if shared && cfg.model.mla.is_none() && cfg.model.num_query_groups < p.tp {
         Some(format!(
             "tp {} with {} key and value heads: heads that ranks share are not built between processes; lower -tp",
@@ -95,8 +127,10 @@ pub(super) fn enter(cfg: &mut RunConfig, start: &Start) -> anyhow::Result<()> {
 }
 
 /// Names of the real groups, joined with `+`.
-pub(super) fn real_groups(place: &Place) -> String {
-    let names: Vec<&str> = place.groups().map(|g| g.kind.name()).filter(|n| *n != "world").collect();
+pub(super) fn real_groups(place: &Place, experts: bool) -> String {
+    let said =
+        |kind: Kind| kind != Kind::World && (experts || !matches!(kind, Kind::Expert | Kind::ExpertData));
+    let names: Vec<&str> = place.groups().map(|g| g.kind).filter(|k| said(*k)).map(Kind::name).collect();
     names.join("+")
 }
 
@@ -186,14 +220,19 @@ pub(super) fn gather(
     let listener = rendezvous::listen(start)?;
     let data = data_listener(start)?;
     let port = listener.local_addr().map_or(0, |a| a.port());
-    let children = if start.port.is_none() { Children::start(start.size, port) } else { Ok(Children::default()) };
+    let children =
+        if start.port.is_none() { Children::start(start.size, port) } else { Ok(Children::default()) };
     let mut children =
         children.map_err(|e| DeviceError::Invalid(format!("the other ranks cannot be started: {e}")))?;
     let own = hello(cfg, start, on_gpu, &data);
     let (streams, peers) = rendezvous::gather(&listener, &own, start, timeout, &mut children)?;
     connect_data(&data, &peers, 0, on_gpu, timeout)?;
     let lead = Rc::new(Lead::new(streams, abandon)?);
-    control::install(Team { share: Share::Lead(lead.clone()), place: Place::of(&cfg.parallel), local_rank: start.local_rank });
+    control::install(Team {
+        share: Share::Lead(lead.clone()),
+        place: Place::of(&cfg.parallel),
+        local_rank: start.local_rank,
+    });
     Ok(Leader { lead, _children: children })
 }
 
@@ -203,7 +242,7 @@ pub(super) fn gather(
 /// As a run's.
 pub(super) fn serve(cfg: &RunConfig, args: &Args, start: &Start, on_gpu: bool) -> anyhow::Result<u8> {
     let rank = start.rank;
-    let plan = plan(cfg, false)?;
+    let plan = plan(cfg, false, args.mbperf.comm_model)?;
     let costs = match HostModel::load(&args.mbperf.host_model)? {
         Some(model) => Some(model.costs(&plan, RankShare::of(cfg)?.tokens).0),
         None => None,
@@ -255,12 +294,12 @@ fn run(
         local_rank: start.local_rank,
     });
     let beat = guard::Beat::default();
-    let limit = super::beside::limit(args).map_err(|e| DeviceError::internal(e.to_string()))?;
+    let (limit, _) = watchdog_limit(args, true).map_err(|e| DeviceError::internal(e.to_string()))?;
     if !limit.is_zero() {
         let (rank, teller) = (start.rank, follow.teller());
         let expired = move |phase| {
+            complain(&hang_message(rank, phase, limit));
             let message = guard::hang_message(phase, limit);
-            complain(&format!("rank {rank}: {message}"));
             teller(Answer::Failed { code: 1, message });
             signal_hook::low_level::exit(1);
         };
@@ -299,7 +338,7 @@ pub(super) fn said(start: &Start, cfg: &RunConfig, on_gpu: bool) -> String {
         "{} processes over {}; real: {}{}",
         start.size,
         if on_gpu { "NCCL" } else { "TCP" },
-        real_groups(&Place::of(&cfg.parallel)),
+        real_groups(&Place::of(&cfg.parallel), cfg.model.moe.is_some()),
         match cfg.identity.num_gpus / start.size {
             1 => String::new(),
             times => format!("; the job has {times} times as many GPUs, whose part is stood in for"),

@@ -96,7 +96,7 @@ fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
         };
         resolved.require_built()?;
         // A scope that finds no launch is none for this model.
-        let Ok(plan) = plan(&resolved.config, false) else { continue };
+        let Ok(plan) = plan(&resolved.config, false, args.mbperf.comm_model) else { continue };
         let (held, share) = captured(&plan);
         let graph = &resolved.config.graph;
         if !held.contains(&true) || !seen.insert((graph.implementation == Local, held)) {

@@ -9,6 +9,7 @@ use crate::ops::collective::{Collective, Exchange, Kind, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, gradient_is_whole, partials};
+use crate::ops::rng::Rng;
 use crate::program::{BufId, DType};
 
 impl Stack<'_> {
@@ -255,11 +256,12 @@ impl Stack<'_> {
         // Rows that every tensor rank has are dropped alike.
         let alike = if self.split() { 0 } else { self.share.place.tp as u32 };
         let seed = self.model_seed() - alike;
-        let index = self.share.layers[l].index;
-        Dropout {
-            p: self.cfg.model.hidden_dropout,
-            rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed),
+        let (index, p) = (self.share.layers[l].index, self.cfg.model.hidden_dropout);
+        if p == 0.0 && self.share.place.world.is_some() {
+            // Nothing is drawn, and no number taken: routing must not depend on how many tensor ranks there are.
+            return Dropout { p, rng: Rng { seed_offset: 0, draw: 0 } };
         }
+        Dropout { p, rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed) }
     }
 
     /// The product that ends a part, with bias and residual: `residual + dropout(reduce(x w^T) + bias)`.

@@ -50,7 +50,8 @@ const ON_TOKENS: &[&str] = &[
 const ON_HEADS: &[&str] = &["q_norm.weight", "k_norm.weight"];
 
 fn ends(name: &str, list: &[&str]) -> bool {
-    list.iter().any(|end| name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with(['.', '_'])))
+    list.iter()
+        .any(|end| name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with(['.', '_'])))
 }
 
 /// The weight as this rank holds it, and whose gradients it is summed with.
@@ -180,7 +181,8 @@ impl Stack<'_> {
     /// Norm over all ranks, clip, Adam on this rank's pieces, and the gather of the new weights.
     pub(super) fn optimize_over_ranks(&mut self) {
         let o = self.cfg.optimizer.clone();
-        let pieces: Vec<Piece> = self.weights.flats.clone().into_iter().flat_map(|f| self.pieces(f)).collect();
+        let pieces: Vec<Piece> =
+            self.weights.flats.clone().into_iter().flat_map(|f| self.pieces(f)).collect();
         self.b.at(None, Part::Optimizer, Pass::Other);
         let partials = NORM_PARTIALS * pieces.len();
         let partial = self.b.activation("optimizer.norm_partial", DType::F32, &[partials]);
@@ -192,7 +194,8 @@ impl Stack<'_> {
             if alike && self.share.place.tp > 0 {
                 self.b.launch(Zero { dtype: DType::F32, len: NORM_PARTIALS }, &[sums]);
             } else {
-                let op = GradNormPartial { len: piece.len, dtype: self.grad_dtype(), partials: NORM_PARTIALS };
+                let op =
+                    GradNormPartial { len: piece.len, dtype: self.grad_dtype(), partials: NORM_PARTIALS };
                 self.b.launch(op, &[grads, sums]);
             }
         }
@@ -260,7 +263,9 @@ mod tests {
                 assert_eq!(held.len(), 2, "{}", b.name);
                 let index = |b: &crate::program::Buffer| {
                     let cols = b.shape[1];
-                    (0..b.len()).map(|i| crate::device::cpu::global_index(&b.shard, cols, i)).collect::<Vec<_>>()
+                    (0..b.len())
+                        .map(|i| crate::device::cpu::global_index(&b.shard, cols, i))
+                        .collect::<Vec<_>>()
                 };
                 let mut all: Vec<u64> = held.iter().flat_map(|b| index(b)).collect();
                 all.sort_unstable();

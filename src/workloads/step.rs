@@ -243,10 +243,7 @@ impl Stack<'_> {
         // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
         let vocab = self.share.vocab * self.share.place.tensor.as_ref().map_or(1, |g| g.len());
         self.b.at(None, Part::Step, Pass::Other);
-        self.b.launch(
-            TokenGen { positions: self.positions, vocab, rng },
-            &[self.words, ids, labels],
-        );
+        self.b.launch(TokenGen { positions: self.positions, vocab, rng }, &[self.words, ids, labels]);
         let mtp = self.mtp_tokens(mb)?;
         Ok(Some(MicroBatch { main: Tokens { ids, labels }, mtp }))
     }

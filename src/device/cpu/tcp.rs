@@ -59,7 +59,8 @@ impl Mesh {
                 let rank = group.ranks[i];
                 let number = self.counts[rank];
                 let peer = self.peers.get(rank).and_then(Option::as_ref);
-                let peer = peer.ok_or_else(|| DeviceError::internal(format!("no connection to rank {rank}")))?;
+                let peer =
+                    peer.ok_or_else(|| DeviceError::internal(format!("no connection to rank {rank}")))?;
                 let mut message = Vec::with_capacity(HEADER_BYTES + sent[i].len());
                 message.extend(number.to_le_bytes());
                 message.extend((sent[i].len() as u64).to_le_bytes());

@@ -7,10 +7,10 @@ use super::prep::DevPtr;
 use super::work::Work;
 use crate::device::DeviceError;
 use crate::program::DType;
+use crate::ranks::control::Share;
 use cudarc::cublaslt::sys;
 use std::collections::HashMap;
 use std::path::PathBuf;
-use crate::ranks::control::Share;
 use std::rc::Rc;
 
 use super::disk::DiskCache;

@@ -32,7 +32,8 @@ const SUM: c_int = 0;
 const SUCCESS: c_int = 0;
 
 type Comm = *mut c_void;
-type Reduce = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, sys::CUstream) -> c_int;
+type Reduce =
+    unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, sys::CUstream) -> c_int;
 
 /// Functions by their C names, with the signatures of `nccl.h`; an enum travels as an int, `CUstream` is `cudaStream_t`.
 struct Api {
@@ -68,9 +69,9 @@ impl Api {
         /// The function of that name. The caller names its type.
         fn get<F: Copy>(library: &Dl, name: &str) -> Result<F, DeviceError> {
             // SAFETY: only looked up here; `F` is the signature that nccl.h has for the name.
-            unsafe { library.get::<F>(name.as_bytes()) }
-                .map(|f| *f)
-                .map_err(|_| DeviceError::Unavailable(format!("NCCL lacks {name}: update it (2.18 or newer)")))
+            unsafe { library.get::<F>(name.as_bytes()) }.map(|f| *f).map_err(|_| {
+                DeviceError::Unavailable(format!("NCCL lacks {name}: update it (2.18 or newer)"))
+            })
         }
         let api = Self {
             get_unique_id: get(&library, "ncclGetUniqueId")?,
@@ -98,7 +99,11 @@ impl Api {
         }
         let text = |p: *const c_char| {
             // SAFETY: NCCL gives zero-terminated strings of its own, or null.
-            if p.is_null() { String::new() } else { unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned() }
+            if p.is_null() {
+                String::new()
+            } else {
+                unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
+            }
         };
         // SAFETY: both take any code and a communicator or null.
         let (name, last) = unsafe { ((self.error_string)(code), (self.last_error)(comm)) };
@@ -376,8 +381,16 @@ impl NcclCall {
             // SAFETY: both ranges lie in their buffers: pieces of equal size, or cut to the buffers' rows above.
             let codes = unsafe {
                 [
-                    if sent > 0 { (api.send)(from.0 as *const c_void, sent, element.code, i as c_int, raw, s) } else { 0 },
-                    if received > 0 { (api.recv)(to.0 as *mut c_void, received, element.code, i as c_int, raw, s) } else { 0 },
+                    if sent > 0 {
+                        (api.send)(from.0 as *const c_void, sent, element.code, i as c_int, raw, s)
+                    } else {
+                        0
+                    },
+                    if received > 0 {
+                        (api.recv)(to.0 as *mut c_void, received, element.code, i as c_int, raw, s)
+                    } else {
+                        0
+                    },
                 ]
             };
             result = result

@@ -171,9 +171,7 @@ impl Op for Exchange {
                 Kind::AllGather => Call::AllGather { x, out, count, element },
                 Kind::AllGatherInPlace => Call::AllGather { x: x.offset(own), out: x, count, element },
                 Kind::ReduceScatter => Call::ReduceScatter { x, out, count, element },
-                Kind::ReduceScatterInPlace => {
-                    Call::ReduceScatter { x, out: x.offset(own), count, element }
-                }
+                Kind::ReduceScatterInPlace => Call::ReduceScatter { x, out: x.offset(own), count, element },
                 Kind::AllReduce => Call::AllReduce { x, count, element },
                 Kind::AllToAll => Call::AllToAll { x, out, count, element },
             },

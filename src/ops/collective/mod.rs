@@ -2,6 +2,7 @@
 //! Between processes: [`Exchange`], [`ExchangeRows`].
 
 mod exchange;
+pub mod held;
 mod rows;
 
 pub use exchange::{Exchange, Kind};
@@ -241,6 +242,9 @@ impl Op for StandIn {
     }
     fn stand_in(&self) -> bool {
         true
+    }
+    fn as_stand_in(&self) -> Option<&StandIn> {
+        Some(self)
     }
     fn tolerance(&self, _arg: usize) -> f64 {
         0.0

@@ -81,7 +81,9 @@ impl Op for RowPlan {
     fn sample(&self, seed: u64) -> Option<Vec<Vec<f64>>> {
         let most = self.rows / self.experts().max(1);
         let counts = |r: usize| {
-            (0..self.experts()).map(move |e| (seed as usize + 7 * r + 3 * e) % (most + 1) + most * usize::from(seed % 3 == 2))
+            (0..self.experts()).map(move |e| {
+                (seed as usize + 7 * r + 3 * e) % (most + 1) + most * usize::from(seed % 3 == 2)
+            })
         };
         let offsets = |r: usize| {
             let mut end = 0.0;
@@ -166,7 +168,8 @@ impl Op for ExchangeRows {
         let shape = [self.rows, self.cols];
         vec![
             ArgSpec::read("x", self.dtype, &shape).sample(sample_of(self.dtype)),
-            ArgSpec::read("plan", DType::I32, &[2 * (self.group.len() * self.local + 1)]).sample(Sample::Custom),
+            ArgSpec::read("plan", DType::I32, &[2 * (self.group.len() * self.local + 1)])
+                .sample(Sample::Custom),
             ArgSpec::write("out", self.dtype, &shape),
         ]
     }

@@ -13,8 +13,7 @@ use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, P
 use crate::program::DType;
 use rayon::prelude::*;
 
-const SOURCE: KernelSource =
-    KernelSource { name: "cross_entropy/vocab.cu", text: include_str!("vocab.cu") };
+const SOURCE: KernelSource = KernelSource { name: "cross_entropy/vocab.cu", text: include_str!("vocab.cu") };
 /// Threads of a block, one block a token.
 const THREADS: u32 = 512;
 /// Numbers a token: maximum, sum of exp(x - maximum), the target's logit (0 on the ranks that do not hold it).
@@ -140,7 +139,10 @@ impl Op for VocabStats {
             Param::Ptr(labels),
             Param::Ptr(stats),
             Param::I32(int_param(self.name(), "vocab", self.vocab)?),
-            Param::I32(int_param(self.name(), "vocab_start + vocab", self.vocab_start + self.vocab)? - self.vocab as i32),
+            Param::I32(
+                int_param(self.name(), "vocab_start + vocab", self.vocab_start + self.vocab)?
+                    - self.vocab as i32,
+            ),
         ];
         int_param(self.name(), "tokens", self.tokens)?;
         cuda.launch(&kernel, Config::linear(self.tokens, THREADS), &params)
@@ -199,7 +201,10 @@ impl Op for VocabCrossEntropy {
             Param::Ptr(loss),
             Param::I32(int_param(self.name(), "tokens", self.tokens)?),
             Param::I32(int_param(self.name(), "vocab", self.vocab)?),
-            Param::I32(int_param(self.name(), "vocab_start + vocab", self.vocab_start + self.vocab)? - self.vocab as i32),
+            Param::I32(
+                int_param(self.name(), "vocab_start + vocab", self.vocab_start + self.vocab)?
+                    - self.vocab as i32,
+            ),
             Param::I32(self.ranks as i32),
             Param::F32(self.grad_scale),
         ];

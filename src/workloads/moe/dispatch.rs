@@ -222,7 +222,8 @@ impl Stack<'_> {
             let name = self.b.program.buffer(plan).name.clone() + ".received";
             let n = d.experts + 1;
             let found = self.b.find(&name);
-            return found.unwrap_or_else(|| self.b.view(&name, plan, n, &[n], Init::Inherit, Default::default()));
+            return found
+                .unwrap_or_else(|| self.b.view(&name, plan, n, &[n], Init::Inherit, Default::default()));
         }
         // One a slot: the backward's products read it after later micro-batches' forward passes.
         let name = self.b.in_slot(&format!("l{l}.moe.host_counts"));
@@ -237,7 +238,8 @@ impl Stack<'_> {
             return;
         }
         if self.share.place.expert.is_some() && !d.padded {
-            let (plan, host) = (self.act_as(l, "moe.row_plan", DType::I32, &[2 * (d.experts + 1)]), self.host_plan(l, d));
+            let (plan, host) =
+                (self.act_as(l, "moe.row_plan", DType::I32, &[2 * (d.experts + 1)]), self.host_plan(l, d));
             self.b.launch(CountsToHost { len: 2 * (d.experts + 1) }, &[plan, host]);
             return;
         }
@@ -266,7 +268,8 @@ impl Stack<'_> {
                 self.b.launch(Exchange { kind: Kind::AllToAll, group, rows, cols, dtype }, &[x, out]);
             } else {
                 let plan = self.host_plan(l, d);
-                self.b.launch(ExchangeRows { group, local: d.local, rows, cols, dtype, back }, &[x, plan, out]);
+                self.b
+                    .launch(ExchangeRows { group, local: d.local, rows, cols, dtype, back }, &[x, plan, out]);
             }
             return out;
         }
