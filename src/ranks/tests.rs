@@ -6,7 +6,7 @@ use crate::device::cpu::{CpuExecutor, global_index, tcp, weight_normal};
 use crate::device::{Arm, Executor};
 use crate::ops::cpu_args::Slot;
 use crate::ops::{Access, CpuArgs};
-use crate::program::{BufId, Init, Launch, Program};
+use crate::program::{BufId, Init, Launch, Pass, Program};
 use crate::workloads::testing::{dense, gpt_oss, hybrid, moe, padded, program, with_graphs};
 
 /// Steps: weights have moved twice when the last one's loss is seen.
@@ -122,7 +122,11 @@ fn several_ranks_compute_what_one_does() {
     }
     let mut tied = split(dense(), 2, 2, 1);
     tied.model.tied_embeddings = true;
+    let mut beside = split(moe(Dispatcher::Alltoall), 1, 4, 2);
+    beside.parallel.ddp.bucket_size = Some(4096);
+    beside.batch.num_microbatches = 2;
     for (what, cfg) in [
+        ("dp 4 ep 2, buckets beside the backward", beside),
         ("dp 2", split(dense(), 1, 2, 1)),
         ("tp 2", split(dense(), 2, 1, 1)),
         ("tp 2, rows not split", unsplit),
@@ -155,6 +159,30 @@ fn compare(what: &str, cfg: &RunConfig, first: f32, later: f32) {
             );
         }
     }
+}
+
+/// Buckets are reduced as soon as their last layer has its gradients, on a lane of their own; the norm waits for them. Copies
+/// into static buffers move launches, and what waits for what with them.
+#[test]
+fn buckets_are_reduced_beside_the_backward() {
+    let mut cfg = split(with_graphs(dense(), GraphImpl::TransformerEngine, &[Scope::Attn]), 1, 2, 1);
+    cfg.parallel.ddp.bucket_size = Some(8192);
+    cfg.parallel.world = World { size: 2, rank: 1 };
+    let plan = plan(program(&cfg), &cfg.graph, cfg.seed).unwrap();
+    for arm in [&plan.eager, plan.graph.as_ref().unwrap()] {
+        let launches = &arm.program.launches;
+        let last_backward = launches.iter().rposition(|l| l.pass == Pass::Backward).unwrap();
+        let beside: Vec<usize> = (0..launches.len()).filter(|i| launches[*i].lane == 1).collect();
+        assert!(beside.len() >= 3 && beside.iter().any(|i| *i < last_backward), "{beside:?}");
+        for &i in &beside {
+            assert_eq!(launches[i].op.name(), "reduce_scatter");
+            let after = &launches[launches[i].after[0]];
+            assert!(after.pass == Pass::Backward && after.lane == 0, "{after:?}");
+            assert!(launches.iter().any(|l| l.op.name() == "grad_norm_partial" && l.after.contains(&i)));
+        }
+    }
+    cfg.parallel.ddp.overlap_grad_reduce = false;
+    assert!(program(&cfg).launches.iter().all(|l| l.lane == 0));
 }
 
 /// With rounding, in both arms. Data-parallel ranks sum in the order in which one rank would add its micro-batches: the

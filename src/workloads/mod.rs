@@ -94,6 +94,8 @@ struct Stack<'a> {
     accumulate: Accumulate,
     /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
     drawing: usize,
+    /// Buckets (flat gradients, first element) whose reduction runs beside the backward pass, with its launch.
+    reduced: Vec<(BufId, usize, usize)>,
     /// Forward launches that the backward pass repeats.
     regions: Vec<recompute::Region>,
 }

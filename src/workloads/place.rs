@@ -4,12 +4,13 @@
 use super::optimizer::{BUCKET_ELEMENTS, NORM_PARTIALS};
 use super::share::RankShare;
 use super::weights::{Flat, FlatKind, Spec, WEIGHT_ALIGNMENT};
-use super::{Stack, WorkloadError};
+use super::{Stack, WorkloadError, sublayers};
 use crate::ops::collective::{Exchange, Kind};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::step::Zero;
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Shard};
 use crate::ranks::groups::Group;
+use std::ops::Range;
 
 /// Ends of the names of weights that tensor ranks share out, by rows where the layer file names no blocks.
 const SHARDED: &[&str] = &[
@@ -48,6 +49,9 @@ const ON_TOKENS: &[&str] = &[
 ];
 /// Those that every tensor rank has whole and uses on its own heads.
 const ON_HEADS: &[&str] = &["q_norm.weight", "k_norm.weight"];
+
+/// Lane of reductions that run beside the backward pass.
+const REDUCTION_LANE: usize = 1;
 
 fn ends(name: &str, list: &[&str]) -> bool {
     list.iter()
@@ -120,7 +124,8 @@ impl Stack<'_> {
             let len = flat.len / flat.ranks;
             return vec![Piece { flat, bucket: (0, flat.len), first: 0, len }];
         };
-        let most = (BUCKET_ELEMENTS / (WEIGHT_ALIGNMENT * flat.ranks)).max(1) * WEIGHT_ALIGNMENT * flat.ranks;
+        let bucket = self.cfg.parallel.ddp.bucket_size.unwrap_or(BUCKET_ELEMENTS);
+        let most = (bucket / (WEIGHT_ALIGNMENT * flat.ranks)).max(1) * WEIGHT_ALIGNMENT * flat.ranks;
         (0..flat.len)
             .step_by(most)
             .map(|at| {
@@ -146,6 +151,64 @@ impl Stack<'_> {
         self.b.launch(Exchange { kind, group, rows: 1, cols, dtype }, &[part]);
     }
 
+    /// Whether buckets are reduced beside this backward pass: each as soon as its last gradient is there. What recompute
+    /// repeats is put in later, so that places of launches are not known yet.
+    pub(super) fn overlaps_reduction(&self, last_micro_batch: bool) -> bool {
+        let p = &self.cfg.parallel;
+        let real = self.share.place.data.is_some() || self.share.place.expert_data.is_some();
+        last_micro_batch && real && p.ddp.overlap_grad_reduce && self.cfg.recompute.granularity.is_none()
+    }
+
+    /// [`Self::backward`], with the reduction of what each layer completes beside the next one.
+    pub(super) fn backward_and_reduce(
+        &mut self,
+        layers: Range<usize>,
+        mut dx: BufId,
+        mut inputs: Vec<BufId>,
+    ) -> Result<BufId, WorkloadError> {
+        for l in layers.rev() {
+            let kept = inputs.len() - sublayers(self.share.layers[l].kind)?.len();
+            dx = self.backward(l..l + 1, dx, inputs.split_off(kept))?;
+            self.reduce_complete(l);
+        }
+        Ok(dx)
+    }
+
+    /// Reduces, on a lane of its own, the buckets that begin with layer `l` or later.
+    fn reduce_complete(&mut self, l: usize) {
+        let prefix = format!("layer{}.", self.share.layers[l].index);
+        for flat in self.weights.flats.clone() {
+            let Some(group) = self.reduced_over(&flat).filter(|_| flat.kind != FlatKind::Summed) else {
+                continue;
+            };
+            let Some(first) = self.weights.first_of(&self.b.program, flat.values, &prefix) else { continue };
+            for Piece { bucket: (at, len), .. } in self.pieces(flat) {
+                let done = self.reduced.iter().any(|(grads, from, _)| (*grads, *from) == (flat.grads, at));
+                let last = self.b.program.launches.len().checked_sub(1);
+                if let (true, false, Some(last)) = (at >= first, done, last) {
+                    self.b.at(None, Part::GradReduce, Pass::Other);
+                    self.in_place(Kind::ReduceScatterInPlace, group.clone(), flat.grads, at, len);
+                    let own = self.b.program.launches.len() - 1;
+                    let after = self.main_before(last);
+                    let launch = &mut self.b.program.launches[own];
+                    (launch.lane, launch.after) = (REDUCTION_LANE, vec![after]);
+                    self.reduced.push((flat.grads, at, own));
+                }
+            }
+        }
+    }
+
+    /// The last launch on the main lane up to `at`.
+    fn main_before(&self, at: usize) -> usize {
+        (0..=at).rev().find(|i| self.b.program.launches[*i].lane == 0).unwrap_or(0)
+    }
+
+    /// The launch that reduces what lies at `first`, where it runs beside the main lane.
+    fn reduction_of(&self, piece: &Piece) -> Option<usize> {
+        let found = self.reduced.iter().find(|(g, at, _)| (*g, *at) == (piece.flat.grads, piece.bucket.0));
+        found.map(|(_, _, launch)| *launch)
+    }
+
     /// Sums of the gradients: over tensor ranks of what they hold alike, over data-parallel ranks by buckets.
     pub(super) fn reduce_over_ranks(&mut self) {
         self.b.at(None, Part::GradReduce, Pass::Other);
@@ -155,8 +218,11 @@ impl Stack<'_> {
             }
             match self.reduced_over(&flat) {
                 Some(group) => {
-                    for Piece { bucket: (at, len), .. } in self.pieces(flat) {
-                        self.in_place(Kind::ReduceScatterInPlace, group.clone(), flat.grads, at, len);
+                    for piece in self.pieces(flat) {
+                        let (at, len) = piece.bucket;
+                        if self.reduction_of(&piece).is_none() {
+                            self.in_place(Kind::ReduceScatterInPlace, group.clone(), flat.grads, at, len);
+                        }
                     }
                 }
                 None => self.in_place_buckets(flat.grads, flat.len, flat.ranks),
@@ -198,6 +264,10 @@ impl Stack<'_> {
                     GradNormPartial { len: piece.len, dtype: self.grad_dtype(), partials: NORM_PARTIALS };
                 self.b.launch(op, &[grads, sums]);
             }
+            let reduction = self.reduction_of(piece);
+            if let Some(launch) = self.b.program.launches.last_mut() {
+                launch.after.extend(reduction);
+            }
         }
         if let Some(group) = self.share.place.world.clone() {
             let op = Exchange { kind: Kind::AllReduce, group, rows: 1, cols: partials, dtype: DType::F32 };
@@ -232,51 +302,6 @@ impl Stack<'_> {
                 None => self.in_place_buckets(flat.values, flat.len, flat.ranks),
             }
             self.b.program.digest.extend([master, m, v]);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::World;
-    use crate::workloads::testing::{dense, hybrid, program};
-
-    /// Local weights of all tensor ranks cover the model's once, and what is not shared out is the same everywhere.
-    #[test]
-    fn ranks_hold_the_whole_model_between_them() {
-        for cfg in [dense(), hybrid()] {
-            let whole = program(&cfg);
-            let mut cfg = cfg;
-            cfg.parallel.tp = 2;
-            cfg.parallel.sequence_parallel = true;
-            cfg.identity.num_gpus *= 2;
-            let of = |rank: usize| {
-                let mut cfg = cfg.clone();
-                cfg.parallel.world = World { size: cfg.identity.num_gpus, rank };
-                program(&cfg)
-            };
-            let parts = [of(0), of(1)];
-            for b in whole.buffers.iter().filter(|b| b.lifetime == Lifetime::Weight && b.view_of.is_some()) {
-                let held: Vec<&crate::program::Buffer> =
-                    parts.iter().filter_map(|p| p.buffers.iter().find(|x| x.name == b.name)).collect();
-                assert_eq!(held.len(), 2, "{}", b.name);
-                let index = |b: &crate::program::Buffer| {
-                    let cols = b.shape[1];
-                    (0..b.len())
-                        .map(|i| crate::device::cpu::global_index(&b.shard, cols, i))
-                        .collect::<Vec<_>>()
-                };
-                let mut all: Vec<u64> = held.iter().flat_map(|b| index(b)).collect();
-                all.sort_unstable();
-                let mut want = index(b);
-                let alike = held[0].len() == b.len() || held[0].init != b.init;
-                if alike || b.name.contains("experts") || b.shape[0] == 1 {
-                    continue;
-                }
-                want.sort_unstable();
-                assert_eq!(all, want, "{}", b.name);
-            }
         }
     }
 }

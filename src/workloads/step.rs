@@ -77,6 +77,7 @@ pub(super) fn build_in_order(
         words,
         accumulate,
         drawing: 0,
+        reduced: Vec::new(),
         regions: Vec::new(),
     };
     if cfg.stack_only {
@@ -188,7 +189,8 @@ impl Stack<'_> {
                 let passed = in_flight.remove(&key).ok_or_else(|| {
                     WorkloadError::Internal("a backward pass before its forward pass".into())
                 })?;
-                self.backward_pass(turn.chunk, ids, passed)?;
+                let last = turn.micro_batch + 1 == cfg.batch.num_microbatches;
+                self.backward_pass(turn.chunk, ids, passed, last)?;
             }
         }
         (self.b.slot, self.b.micro_batch) = (0, 0);
@@ -287,6 +289,7 @@ impl Stack<'_> {
         chunk: usize,
         tokens: Option<&MicroBatch>,
         passed: InFlight,
+        last_micro_batch: bool,
     ) -> Result<(), WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let dout = match tokens.filter(|_| last) {
@@ -296,7 +299,10 @@ impl Stack<'_> {
             }
             None => self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward),
         };
-        let dx = self.backward(layers, dout, passed.inputs)?;
+        let dx = match self.overlaps_reduction(last_micro_batch) {
+            true => self.backward_and_reduce(layers, dout, passed.inputs)?,
+            false => self.backward(layers, dout, passed.inputs)?,
+        };
         match tokens.filter(|_| first) {
             Some(t) => self.embed_backward(t.main.ids, dx)?,
             None => self.send("input_grad", dx, Pass::Backward),

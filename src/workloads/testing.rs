@@ -72,6 +72,7 @@ pub fn dense() -> RunConfig {
             account_for_loss: false,
             microbatch_group_size: None,
             use_distributed_optimizer: true,
+            ddp: Ddp::default(),
             world: World::default(),
         },
         batch: Batch {

@@ -5,7 +5,7 @@ use super::share::{LocalLayer, RankShare};
 use super::{Sublayer, WorkloadError, attention, delta_net, head, mamba, mlp, moe, mtp, place, sublayers};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
-use crate::program::{BufId, DType, Init, Lifetime, Shard};
+use crate::program::{BufId, DType, Init, Lifetime, Program, Shard};
 use std::collections::{HashMap, HashSet};
 
 /// Elements that every weight starts on a multiple of: 256 bytes of bf16, what vector access and
@@ -205,6 +205,13 @@ impl Weights {
             out.flats.push(Flat { values, grads, len, ranks, kind });
         }
         Ok(out)
+    }
+
+    /// First element of the weights in `flat` whose names begin so.
+    pub fn first_of(&self, program: &Program, flat: BufId, prefix: &str) -> Option<usize> {
+        let mine = self.by_name.iter().filter(|(name, _)| name.starts_with(prefix));
+        let places = mine.map(|(_, weight)| program.root(weight.value));
+        places.filter(|(root, _)| *root == flat).map(|(_, offset)| offset).min()
     }
 
     /// The weight of that name, if the model has it.
