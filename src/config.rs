@@ -430,6 +430,52 @@ pub struct Parallel {
     #[serde(default)]
     pub microbatch_group_size: Option<usize>,
     pub use_distributed_optimizer: bool,
+    /// How real data-parallel ranks reduce their gradients.
+    #[serde(default, skip_serializing_if = "Ddp::is_default")]
+    pub ddp: Ddp,
+    /// The processes of this run, and which of them this is.
+    #[serde(default, skip_serializing_if = "World::is_one")]
+    pub world: World,
+}
+
+/// Messages of the data-parallel reduction between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ddp {
+    /// Buckets are reduced beside the rest of the last backward pass, not after it.
+    pub overlap_grad_reduce: bool,
+    /// Elements of a bucket; `None`: the recipes' common size.
+    pub bucket_size: Option<usize>,
+}
+
+impl Default for Ddp {
+    fn default() -> Self {
+        Self { overlap_grad_reduce: true, bucket_size: None }
+    }
+}
+
+impl Ddp {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Processes that run together, one a GPU: ranks 0.. of the modelled job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct World {
+    pub size: usize,
+    pub rank: usize,
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self { size: 1, rank: 0 }
+    }
+}
+
+impl World {
+    pub fn is_one(&self) -> bool {
+        self.size == 1
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -19,6 +19,7 @@ mod measuring;
 mod outputs;
 mod page;
 mod profile;
+mod ranks;
 mod recipes_all;
 mod recipes_smoke;
 mod resume;

@@ -82,6 +82,10 @@ pub struct ArmResult {
     pub blocks: usize,
     /// Median wall time of steady steps with one step of run-ahead.
     pub step_time_ms: Option<f64>,
+    /// Several ranks: the fastest and the slowest one's own median, and the median over steps of what the slowest took
+    /// longer than the fastest. `step_time_ms` is of the slowest rank of each step.
+    pub rank_step_time_ms: Option<(f64, f64)>,
+    pub rank_skew_ms: Option<f64>,
     /// 95 % interval of that median, from the medians of blocks.
     pub step_time_ms_ci95: Option<(f64, f64)>,
     pub step_time_ms_p05: Option<f64>,
@@ -197,6 +201,7 @@ pub fn exit_code(error: &DeviceError) -> u8 {
         DeviceError::Capture { .. } => 4,
         DeviceError::OutOfMemory { .. } => 5,
         DeviceError::Unequal(_) => 6,
+        DeviceError::Rank { code, .. } => *code,
         DeviceError::Driver { .. } | DeviceError::Invalid(_) | DeviceError::Internal(_) => 1,
     }
 }

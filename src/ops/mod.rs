@@ -156,6 +156,11 @@ pub trait Op: Debug + Send + Sync {
         false
     }
 
+    /// That one, if it is none of another kind around it.
+    fn as_stand_in(&self) -> Option<&collective::StandIn> {
+        None
+    }
+
     /// Relative norm error allowed against the f64 reference for output `arg`: from the reduction
     /// length and the dtype of the op, see [`tolerance`].
     fn tolerance(&self, arg: usize) -> f64;

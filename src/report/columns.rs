@@ -228,7 +228,7 @@ columns! {
     compute_dtype Text r => r.facts.compute_dtype.as_str(), "Dtype that the kernels ran in.";
     num_gpus Int r => r.facts.num_gpus, "GPUs of the modelled job (`-ng`).";
     world_size Int r => r.facts.world_size, "Processes that ran.";
-    comm Text r => r.facts.comm.as_str(), "Collectives: `stand_in` (device copies of this rank's bytes), `nccl`, `tcp` or `none`.";
+    comm Text r => r.facts.comm.as_str(), "Collectives: `stand_in` (device copies of this rank's bytes), `nccl`, `tcp` (the CPU's), `nccl+stand_in` or `tcp+stand_in` where some groups are real, or `none`.";
     tp Int r => r.facts.tp, "Tensor-parallel size.";
     pp Int r => r.facts.pp, "Pipeline-parallel size.";
     cp Int r => r.facts.cp, "Context-parallel size.";
@@ -338,6 +338,11 @@ columns! {
     power_w_median Float r => arm(r, |a| a.health.power_w_median), "Median power over the blocks.";
     power_limit_w Float r => arm(r, |a| a.health.power_limit_w), "Power limit in force.";
     other_processes_max Int r => arm(r, |a| a.health.other_processes_max), "Most other processes seen computing on the GPU.";
+    real_groups Text r => r.facts.real_groups.clone(), "Groups whose ranks are all among the processes and whose collectives go over the wire, joined with `+`; empty for one process.";
+    comm_model Text r => r.facts.comm_model.clone(), "How long stood-in collectives take (`--comm_model`): `copy`, or the wire and its 10^9 bytes a second; empty where none is stood in for.";
+    rank_step_time_ms_min Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.0)), "Several processes: the fastest rank's own median step time. `step_time_ms_median` is of the slowest rank of each step.";
+    rank_step_time_ms_max Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.1)), "The slowest rank's own median step time.";
+    rank_skew_ms Float r => arm(r, |a| a.rank_skew_ms), "Median over steps of what the slowest rank took longer than the fastest.";
 }
 
 fn stopped_by(stopped: crate::measure::outcome::Stopped) -> &'static str {

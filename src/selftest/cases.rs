@@ -390,6 +390,7 @@ fn deepseek_v4(add: &mut Add) {
             expert_bias: hash.is_none(),
             groups: None,
             hash: hash.map(|salt| Hash { salt }),
+            first_token: 0,
         }));
         add(Arc::new(RouterBwd {
             tokens,
@@ -510,6 +511,7 @@ fn moe(add: &mut Add) {
                 expert_bias,
                 groups: None,
                 hash: None,
+                first_token: 0,
             };
             add(Arc::new(RouterBwd {
                 tokens,
@@ -542,6 +544,7 @@ fn moe(add: &mut Add) {
                 expert_bias,
                 groups: Some(Groups { count, chosen }),
                 hash: None,
+                first_token: 0,
             }));
         }
     }

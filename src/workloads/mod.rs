@@ -20,6 +20,7 @@ mod mlp;
 mod moe;
 mod mtp;
 mod optimizer;
+mod place;
 mod recompute;
 pub mod schedule;
 pub mod share;
@@ -99,6 +100,8 @@ struct Stack<'a> {
     ids: Option<BufId>,
     /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
     drawing: usize,
+    /// Buckets (flat gradients, first element) whose reduction runs beside the backward pass, with its launch.
+    reduced: Vec<(BufId, usize, usize)>,
     /// Forward launches that the backward pass repeats.
     regions: Vec<recompute::Region>,
 }
@@ -121,8 +124,9 @@ impl Stack<'_> {
     fn act_as(&mut self, l: usize, what: &str, dtype: DType, shape: &[usize]) -> BufId {
         self.b.activation(&format!("l{}.{what}", self.place(l)), dtype, shape)
     }
-    /// Seed offset of the model-parallel state of this stage.
+    /// Seed offset of the model-parallel state of this stage and tensor rank.
     fn model_seed(&self) -> u32 {
-        MODEL_PARALLEL_SEED + PIPELINE_SEED * self.cfg.parallel.pp_rank as u32
+        let p = &self.cfg.parallel;
+        MODEL_PARALLEL_SEED + self.share.place.tp as u32 + PIPELINE_SEED * p.pp_rank as u32
     }
 }

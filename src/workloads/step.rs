@@ -78,6 +78,7 @@ pub(super) fn build_in_order(
         accumulate,
         ids: None,
         drawing: 0,
+        reduced: Vec::new(),
         regions: Vec::new(),
     };
     if cfg.stack_only {
@@ -213,15 +214,21 @@ impl Stack<'_> {
                 let passed = in_flight.remove(&key).ok_or_else(|| {
                     WorkloadError::Internal("a backward pass before its forward pass".into())
                 })?;
-                self.backward_pass(turn.chunk, ids, passed)?;
+                let last = turn.micro_batch + 1 == cfg.batch.num_microbatches;
+                self.backward_pass(turn.chunk, ids, passed, last)?;
             }
         }
         (self.b.slot, self.b.micro_batch) = (0, 0);
         self.move_expert_bias();
-        self.reduce_gradients();
-        self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
+        if cfg.parallel.world.is_one() {
+            self.reduce_gradients();
+            self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
+        } else {
+            self.reduce_over_ranks();
+            self.share_loss(loss);
+        }
         if cfg.optimizer.kind != "none" {
-            self.optimizer();
+            if cfg.parallel.world.is_one() { self.optimizer() } else { self.optimize_over_ranks() }
         }
         self.b.at(None, Part::Optimizer, Pass::Other);
         self.b.launch(step_end(cfg), &[self.words]);
@@ -232,6 +239,7 @@ impl Stack<'_> {
     /// The next launches belong to this micro-batch and draw its random numbers.
     fn draw_for(&mut self, micro_batch: usize) -> Result<(), WorkloadError> {
         self.b.micro_batch = micro_batch;
+        let micro_batch = self.share.place.micro_batch(micro_batch);
         if self.drawing != micro_batch {
             self.drawing = micro_batch;
             let micro_batch = u32::try_from(micro_batch)
@@ -272,10 +280,8 @@ impl Stack<'_> {
         });
         let rng = self.b.rng("tokens", 0);
         // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
-        self.b.launch(
-            TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
-            &[self.words, ids, labels],
-        );
+        let vocab = self.share.vocab * self.share.place.tensor.as_ref().map_or(1, |g| g.len());
+        self.b.launch(TokenGen { positions: self.positions, vocab, rng }, &[self.words, ids, labels]);
         Tokens { ids, labels }
     }
 
@@ -351,6 +357,7 @@ impl Stack<'_> {
         chunk: usize,
         tokens: Option<&MicroBatch>,
         passed: InFlight,
+        last_micro_batch: bool,
     ) -> Result<(), WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let dout = match tokens.filter(|_| last) {
@@ -367,7 +374,10 @@ impl Stack<'_> {
             },
             None => self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward),
         };
-        let dx = self.backward(layers, dout, passed.inputs)?;
+        let dx = match self.overlaps_reduction(last_micro_batch) {
+            true => self.backward_and_reduce(layers, dout, passed.inputs)?,
+            false => self.backward(layers, dout, passed.inputs)?,
+        };
         match tokens.filter(|_| first) {
             Some(MicroBatch::Text { main, pixels, .. }) => {
                 self.b.at(None, Part::Embedding, Pass::Backward);

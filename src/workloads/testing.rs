@@ -77,6 +77,8 @@ pub fn dense() -> RunConfig {
             account_for_loss: false,
             microbatch_group_size: None,
             use_distributed_optimizer: true,
+            ddp: Ddp::default(),
+            world: World::default(),
         },
         batch: Batch {
             micro_batch_size: 1,

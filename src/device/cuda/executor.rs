@@ -16,6 +16,7 @@ use super::kernels::KernelLaunch;
 use super::lanes::Lanes;
 use super::libraries::{self, Library};
 use super::memory::{Memory, UTILITY, walk};
+use super::nccl::Comms;
 use super::nvtx::{self, Nvtx};
 use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
@@ -68,6 +69,8 @@ pub struct CudaExecutor {
     graphs: Vec<Instance>,
     eager: Side,
     graph: Option<Side>,
+    /// Of a run of several processes; after all that was captured and prepared with it.
+    comms: Option<Comms>,
     slots: Vec<Slot>,
     /// Results of the steps in flight, `words` a slot.
     results: PinnedMemory,
@@ -116,6 +119,13 @@ impl CudaExecutor {
         let lanes = Lanes::new(context, arms().map(|a| a.program.lanes()).max().unwrap_or(1))?;
         let words = arms().map(|a| reported(&a.program).len()).max().unwrap_or(0);
         let results = context.alloc_host(RING * words.max(1) * 4)?;
+        let comms = match &options.team {
+            Some(team) => {
+                session.matmuls.borrow_mut().share_plans(team.share.clone());
+                Some(Comms::new(context, &team.place, &team.share)?)
+            }
+            None => None,
+        };
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
         let mut attention_use = AttentionUse::default();
@@ -130,6 +140,7 @@ impl CudaExecutor {
                 sdpas: &mut sdpas,
                 attention: options.attention,
                 attention_use: &mut attention_use,
+                comms: comms.as_ref(),
                 sm_count: context.sm_count,
                 cc: context.cc,
             };
@@ -161,6 +172,7 @@ impl CudaExecutor {
             graphs: Vec::new(),
             eager,
             graph,
+            comms,
             slots: (0..RING).map(|_| slot()).collect::<Result<_, _>>()?,
             results,
             words,
@@ -459,6 +471,10 @@ impl Executor for CudaExecutor {
         };
         let slot = &self.slots[at];
         let span = slot.done.synchronize().and_then(|()| slot.end.since_ms(&slot.start));
+        if let (Err(_), Some(comms)) = (&span, &self.comms) {
+            // What NCCL knows of it says more than the driver's code.
+            comms.check().map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
+        }
         let span = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
         let mut finished = self.finished(arm, at, span)?;
         if let Some((_, kind)) = self.marred.take_if(|(ticket, _)| *ticket == step.ticket) {

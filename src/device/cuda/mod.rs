@@ -17,6 +17,7 @@ mod launch;
 pub mod libraries;
 pub mod matmul;
 mod memory;
+pub mod nccl;
 pub mod nvrtc;
 mod nvtx;
 pub mod per_expert;
