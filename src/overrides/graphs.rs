@@ -147,7 +147,8 @@ pub fn notices(e: &Effective, notices: &mut Vec<Notice>) {
 fn recomputable(e: &Effective, module: &str) -> bool {
     let experts = e.layers_of(Scope::Moe) > 0;
     match module {
-        "core_attn" => e.layers_of(Scope::Attn) > 0,
+        // Upstream has no checkpoint around DeepSeek-V4's core.
+        "core_attn" => e.layers_of(Scope::Attn) > 0 && !e.shared_kv(),
         "mlp" => e.layers_of(Scope::Mlp) > 0,
         "moe" | "moe_act" => experts,
         "shared_experts" => experts && e.shared_expert(),
