@@ -121,7 +121,7 @@ fn one(
 ) -> anyhow::Result<u8> {
     interrupt.planning();
     let effective = resolved.config.clone();
-    let faults = faults(args)?;
+    let faults = faults(args)?.filter(|_| start.is_none_or(|s| ranks::struck(s.rank)));
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
@@ -175,13 +175,12 @@ fn one(
         }
         say(args, &ranks::said(start, &resolved.config, on_gpu));
     }
-    let struck = start.is_none_or(|s| ranks::struck(s.rank));
     let extrapolated =
         match side_points(&resolved, args, on_gpu, &options, &beat, interrupt.flag(), &mut terminal) {
             Ok(points) => points,
             Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
         };
-    let mut executor = match open_device(&plan, args, on_gpu, faults.filter(|_| struck), beat.clone()) {
+    let mut executor = match open_device(&plan, args, on_gpu, faults, beat.clone()) {
         Ok(executor) => Ok(executor),
         Err(error) if in_turn::worth_a_try(args, &plan, &error) => Err(error),
         Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),

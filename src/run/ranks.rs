@@ -4,7 +4,7 @@ use super::{open_device, plan, usage};
 use crate::args::{Args, defaults};
 use crate::capture::RunPlan;
 use crate::commands::complain;
-use crate::config::{Model, RunConfig, World};
+use crate::config::{Dispatcher, Model, RunConfig, World};
 use crate::device::cpu::{name_hash, tcp};
 use crate::device::{DeviceError, Phase, guard};
 use crate::host_model::HostModel;
@@ -127,6 +127,9 @@ pub(super) fn enter(cfg: &mut RunConfig, start: &Start) -> anyhow::Result<()> {
     } else {
         None
     };
+    if place.expert.is_some() && cfg.model.moe.as_ref().is_some_and(|m| m.dispatcher == Dispatcher::Flex) {
+        cfg.approximations.push("flex_by_nccl".into());
+    }
     match refused {
         Some(why) => Err(usage(&format!("{n} processes: {why}"))),
         None => Ok(()),
