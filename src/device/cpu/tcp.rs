@@ -161,14 +161,16 @@ pub fn exchange<E: Wire>(
 /// Connections of `ranks` ranks in one process, for tests: each is given to a thread of its own.
 #[cfg(test)]
 pub fn meshes(ranks: usize) -> Vec<Mesh> {
-    let mut peers: Vec<Vec<Option<TcpStream>>> =
-        (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
+    let mut peers: Vec<Vec<Option<TcpStream>>> = Vec::new();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    for a in 0..ranks {
-        for b in a + 1..ranks {
-            peers[a][b] = Some(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
-            peers[b][a] = Some(listener.accept().unwrap().0);
+    for own in 0..ranks {
+        // With each rank before it one connection, whose other end is that one's.
+        let mut row: Vec<Option<TcpStream>> = (0..ranks).map(|_| None).collect();
+        for (other, before) in peers.iter_mut().enumerate() {
+            row[other] = Some(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+            before[own] = Some(listener.accept().unwrap().0);
         }
+        peers.push(row);
     }
     peers.into_iter().map(|p| Mesh::new(p).unwrap()).collect()
 }

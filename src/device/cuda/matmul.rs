@@ -212,7 +212,7 @@ impl Online {
         } else {
             let candidates = plan.candidates(key)?;
             let chosen = match &mut self.tuner {
-                Some(tuner) if candidates.len() > 1 => tuner.best(&key.spec, &plan, &candidates),
+                Some(tuner) if candidates.len() > 1 => tuner.best(&key.spec, plan, &candidates),
                 _ => None,
             };
             // A choice is kept only when it was measured.
