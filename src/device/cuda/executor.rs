@@ -411,7 +411,8 @@ impl Executor for CudaExecutor {
     fn info(&self) -> DeviceInfo {
         let context = &self.session.context;
         let cudnn = self.attention_use.ran_cudnn().then_some(Library::Cudnn);
-        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn);
+        let nccl = self.comms.is_some().then_some(Library::Nccl);
+        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn).chain(nccl);
         let version = |l: Library| Some((l.title().to_owned(), libraries::find(l).ok()?.version?));
         DeviceInfo {
             device: "cuda".to_owned(),
