@@ -2,7 +2,7 @@
 
 use super::control::{Answer, Command, Follow, RankStep, Steps};
 use crate::device::host::HostCosts;
-use crate::device::{DeviceError, Executor, Submitted};
+use crate::device::{DeviceError, Executor, Phase, Submitted};
 use std::collections::VecDeque;
 
 /// Serves rank 0. Gives true when the run was whole, false when rank 0 gave up or went.
@@ -59,7 +59,11 @@ impl Flying {
         let mut seen = Vec::with_capacity(steps.count + 1);
         executor.set_phase(steps.phase);
         let most = usize::from(steps.ahead);
-        for _ in 0..steps.count {
+        for i in 0..steps.count {
+            // As in rank 0's blocks: after the first come those that count.
+            if i == 1 && steps.phase == Phase::Switch {
+                executor.set_phase(Phase::Steady);
+            }
             if self.steps.is_empty() || !steps.ahead {
                 self.since_ms = executor.now_ms();
             }
