@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Rows of the models beyond llama and qwen3 dense/MoE, and the rates of their own ops, on a machine with a GPU.
-# usage: benches/models.sh [MBPERF [OUTPUT FOLDER [PART ...]]]   parts: mamba latent delta sinks recompute pipeline ops
+# usage: benches/models.sh [MBPERF [OUTPUT FOLDER [PART ...]]]   parts: mamba latent delta sinks images recompute pipeline ops
 # DRYRUN=1: plans every row and runs none (no GPU needed).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/h200}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-mamba latent delta sinks recompute pipeline ops}
+parts=${*:-mamba latent delta sinks images recompute pipeline ops}
 mkdir -p "$out"
 wants() { [[ " $parts " == *" $1 "* ]]; }
 row() { # FILE ARGUMENTS...
@@ -32,6 +32,8 @@ DEEPSEEK="-m deepseek -mr deepseek_v3 -g h100 $LATENT --num_layers 4"
 KIMI="-m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 3"
 OSS="-m gpt_oss -mr gpt_oss_120b -g h100 -c bf16 -pp 1 --num_layers 4"
 NEXT="-m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 4"
+VL="-m qwen_vl -c bf16 --moe_a2a_overlap false"
+WAN="-m wan -mr wan_14b -g h100 model.recompute_granularity=null --max_microbatches 1"
 TE="--cuda_graph_impl transformer_engine"
 
 if wants mamba; then
@@ -57,6 +59,15 @@ fi
 if wants sinks; then
     echo "== sliding windows, sinks, biases"
     row gpt_oss_120b $OSS $TE --cuda_graph_scope attn,moe_router,moe_preprocess
+fi
+if wants images; then
+    echo "== image towers and a diffusion transformer"
+    row qwen3_vl_30b_a3b $VL -mr qwen3_vl_30b_a3b -g h100
+    row qwen3_vl_235b_a22b $VL -mr qwen3_vl_235b_a22b -g b200
+    row qwen35_vl_35b_a3b $VL -mr qwen35_vl_35b_a3b -g h100
+    row qwen35_vl_122b_a10b $VL -mr qwen35_vl_122b_a10b -g h100 $TE --cuda_graph_scope attn,moe_router,moe_preprocess
+    row qwen35_vl_397b_a17b $VL -mr qwen35_vl_397b_a17b -g b300 --num_layers 24 $TE --cuda_graph_scope attn
+    row wan_14b $WAN $TE --cuda_graph_scope attn
 fi
 if wants recompute; then
     echo "== recompute"
@@ -85,6 +96,13 @@ if wants ops && [ -z "${DRYRUN:-}" ]; then
         ops attention $OSS | tail -n +2
         ops bias $OSS | tail -n +2
         ops clamped_glu $OSS | tail -n +2
+        ops attention $WAN | tail -n +2
+        ops attention $WAN --attention_backend own | tail -n +2
+        ops wide_norm $WAN | tail -n +2
+        ops layer_norm $WAN | tail -n +2
+        ops gated_residual $WAN | tail -n +2
+        ops layer_norm $VL -mr qwen3_vl_30b_a3b -g h100 --num_layers 24 | tail -n +2
+        ops gelu $VL -mr qwen3_vl_30b_a3b -g h100 --num_layers 24 | tail -n +2
     } >"$out/pieces_models.csv"
     cut -d, -f1-8 "$out/pieces_models.csv"
 fi

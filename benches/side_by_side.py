@@ -5,7 +5,8 @@ usage: side_by_side.py MBPERF OUT.csv [WORKLOAD ...]
 The Mamba workloads (benches/ref_mamba.py, `compiled`: torch.compile with Triton's scan) run when they are named: they
 need the folder mamba_ssm/ops/triton of the package mamba_ssm, and einops, on PYTHONPATH.
 
-For each workload PyTorch's step is built and captured once and stays resident; then rounds of
+mbperf's graph is timed in two forms: `graph`, everything on one stream as PyTorch's, and `graph_overlap_wgrad`, weight
+gradients on a stream of their own (--overlap_wgrad), both against PyTorch's one graph. For each workload PyTorch's step is built and captured once and stays resident; then rounds of
 PyTorch, mbperf, mbperf, PyTorch are timed, so that drift of clocks falls on both. A ratio is mbperf / PyTorch of one
 round; the interval is Student's t over the rounds' logarithms.
 """
@@ -16,6 +17,8 @@ import ref_torch as ref
 ROUNDS = 3
 T975 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}   # Student's t, 0.975, by degrees of freedom = rounds - 1
 MBPERF_SECONDS = "2"
+# Modes of mbperf, and the PyTorch form that each is held against.
+MODES = {"eager": "eager", "graph": "graph", "graph_overlap_wgrad": "graph"}
 
 LLAMA = "-m llama -mr llama3_8b -g h100 -cp 1 --num_layers 4"
 QWEN = "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 4 model.moe_token_dispatcher_type=alltoall --use_tokendrop true"
@@ -102,6 +105,12 @@ def torch_ms(step, seconds=1.0):
 
 
 def mbperf_ms(binary, line):
+    """Median step times and launches of mbperf, by mode."""
+    one, two = mbperf_rows(binary, line), mbperf_rows(binary, line + " --overlap_wgrad")
+    return one | {"graph_overlap_wgrad": two["graph"]}
+
+
+def mbperf_rows(binary, line):
     """Median step times of mbperf's arms, and its launches."""
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "rows.csv")
@@ -133,7 +142,7 @@ def main():
     for name in names:
         steps = {"eager": torch_step(name, False), "graph": torch_step(name, True)}
         kernels = {mode: ref.kernels(step)[0] for mode, step in steps.items()}
-        theirs, ours, launches = {"eager": [], "graph": []}, {"eager": [], "graph": []}, {}
+        theirs, ours, launches = {mode: [] for mode in steps}, {mode: [] for mode in MODES}, {}
         for r in range(ROUNDS):
             order = ["torch", "mbperf"] if r % 2 == 0 else ["mbperf", "torch"]
             for side in order:
@@ -144,10 +153,10 @@ def main():
                     for mode, (ms, n) in mbperf_ms(binary, (WORKLOADS | MAMBA)[name]).items():
                         ours[mode].append(ms)
                         launches[mode] = n
-        for mode in ("eager", "graph"):
-            ratio, low, high = interval([a / b for a, b in zip(ours[mode], theirs[mode])])
+        for mode, other in MODES.items():
+            ratio, low, high = interval([a / b for a, b in zip(ours[mode], theirs[other])])
             middle = lambda xs: sorted(xs)[len(xs) // 2]
-            line = [name, mode, f"{middle(ours[mode]):.4f}", f"{middle(theirs[mode]):.4f}", f"{ratio:.4f}", f"{low:.4f}", f"{high:.4f}", launches[mode], kernels[mode]]
+            line = [name, mode, f"{middle(ours[mode]):.4f}", f"{middle(theirs[other]):.4f}", f"{ratio:.4f}", f"{low:.4f}", f"{high:.4f}", launches[mode], kernels[other]]
             print(*line, flush=True)
             lines.append(line)
         del steps

@@ -175,7 +175,8 @@ fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
 }
 
 fn compile_kernels(args: &CompileKernelsArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
-    Ok(if compile::run(&args.arch, args.cuda_path.as_deref(), out)? { 0 } else { 1 })
+    let (path, cache) = (args.cuda_path.as_deref(), args.kernel_cache.as_deref());
+    Ok(if compile::run(&args.arch, path, cache, out)? { 0 } else { 1 })
 }
 
 /// `mbperf recipes list|show`, written to `out`.

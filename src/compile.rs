@@ -54,14 +54,19 @@ const MOST_SPILLED_BYTES: usize = 32;
 ///
 /// # Errors
 /// NVRTC is missing, or the output cannot be written.
-pub fn run(archs: &[String], cuda_path: Option<&Path>, out: &mut dyn Write) -> anyhow::Result<bool> {
+pub fn run(
+    archs: &[String],
+    cuda_path: Option<&Path>,
+    cache: Option<&Path>,
+    out: &mut dyn Write,
+) -> anyhow::Result<bool> {
     if let Some(path) = cuda_path {
         set_path(path);
     }
     let mut good = true;
     // One after the other: NVRTC lets one thread of a process compile at a time (`.ci/run` starts a process each).
     for arch in archs {
-        let (compiled, list) = one(arch)?;
+        let (compiled, list) = one(arch, cache)?;
         good &= compiled;
         out.write_all(list.as_bytes())?;
     }
@@ -69,8 +74,11 @@ pub fn run(archs: &[String], cuda_path: Option<&Path>, out: &mut dyn Write) -> a
 }
 
 /// All ops for one architecture: whether they are as they should be, and the list of kernels.
-fn one(arch: &str) -> anyhow::Result<(bool, String)> {
+fn one(arch: &str, cache: Option<&Path>) -> anyhow::Result<(bool, String)> {
     let mut offline = OfflinePrep::new(arch)?;
+    if let Some(folder) = cache {
+        offline = offline.keeping(folder.to_owned());
+    }
     if !offline.compiles() {
         return Err(DeviceError::Unavailable(
             "NVRTC was not found: no kernel was compiled; give its folder by --cuda_path".into(),

@@ -152,6 +152,15 @@ pub struct Model {
     pub rotary_percent: f64,
     /// Scaling of low rotary frequencies.
     pub rope_scaling: Option<crate::ops::rope::RopeScaling>,
+    /// Rotated pairs that turn with time, height and width (interleaved M-RoPE); `None`: all turn with the token's place.
+    #[serde(default)]
+    pub mrope_section: Option<[usize; 3]>,
+    /// An image tower before the decoder, and an image in every sequence.
+    #[serde(default)]
+    pub vision: Option<Vision>,
+    /// A diffusion transformer on video latents: no vocabulary, no causal mask.
+    #[serde(default)]
+    pub diffusion: Option<Diffusion>,
     pub tied_embeddings: bool,
     pub init_method_std: f64,
     pub attention_dropout: f64,
@@ -198,6 +207,75 @@ impl Model {
     /// Whether q, k and v have a bias.
     pub fn qkv_bias(&self) -> bool {
         self.add_qkv_bias || self.add_bias_linear
+    }
+}
+
+/// Sizes of a diffusion transformer around its blocks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Diffusion {
+    /// Numbers of a patch of latents before and after the blocks: channels x frames x height x width.
+    pub in_values: usize,
+    pub out_values: usize,
+    /// Width of the time step's sines and cosines.
+    pub freq_dim: usize,
+    /// Tokens of text of a sequence, and their width as given.
+    pub text_len: usize,
+    pub text_dim: usize,
+    /// Width of the embedded text.
+    pub context_size: usize,
+}
+
+impl Diffusion {
+    /// Frames, rows and columns of patches of the video that Megatron-Bridge's mock data makes (24 x 104 x 60 latents in patches
+    /// of 1 x 2 x 2, `diffusion/data/wan/wan_mock_datamodule.py`): the length of a sequence unless another is given.
+    pub const VIDEO: [usize; 3] = [24, 52, 30];
+
+    /// Frames, rows and columns of a video of `tokens` patches: frames of that size where they fill them, else factors that
+    /// are near one another.
+    pub fn grid(tokens: usize) -> [usize; 3] {
+        let [_, height, width] = Self::VIDEO;
+        if tokens > 0 && tokens.is_multiple_of(height * width) {
+            return [tokens / (height * width), height, width];
+        }
+        let factor = |n: usize| (1..=n.isqrt()).rev().find(|f| n.is_multiple_of(*f)).unwrap_or(1);
+        let width = factor(tokens);
+        let height = factor(tokens / width);
+        [tokens / width / height, height, width]
+    }
+}
+
+/// Sizes of an image tower, and of the square image that every sequence has.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Vision {
+    /// Blocks.
+    pub depth: usize,
+    pub hidden_size: usize,
+    pub ffn_hidden_size: usize,
+    pub num_heads: usize,
+    /// Numbers of a flattened patch: channels x frames x height x width.
+    pub patch_values: usize,
+    /// Rows and columns of the table of positions.
+    pub table_side: usize,
+    /// Patches of the image in a row and in a column; 2 x 2 of them are merged to one token.
+    pub side: usize,
+    /// Position of the image's first token in its sequence.
+    pub start: usize,
+    /// Blocks whose output is merged too, and added to the hidden state after the first decoder layers, in order.
+    pub deepstack: Vec<usize>,
+}
+
+impl Vision {
+    /// Patches of an image.
+    pub fn patches(&self) -> usize {
+        self.side * self.side
+    }
+    /// Image tokens in a row and in a column.
+    pub fn token_side(&self) -> usize {
+        self.side / crate::ops::rope::axes::MERGE
+    }
+    /// Tokens of an image.
+    pub fn tokens(&self) -> usize {
+        self.token_side() * self.token_side()
     }
 }
 
@@ -352,6 +430,52 @@ pub struct Parallel {
     #[serde(default)]
     pub microbatch_group_size: Option<usize>,
     pub use_distributed_optimizer: bool,
+    /// How real data-parallel ranks reduce their gradients.
+    #[serde(default, skip_serializing_if = "Ddp::is_default")]
+    pub ddp: Ddp,
+    /// The processes of this run, and which of them this is.
+    #[serde(default, skip_serializing_if = "World::is_one")]
+    pub world: World,
+}
+
+/// Messages of the data-parallel reduction between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ddp {
+    /// Buckets are reduced beside the rest of the last backward pass, not after it.
+    pub overlap_grad_reduce: bool,
+    /// Elements of a bucket; `None`: the recipes' common size.
+    pub bucket_size: Option<usize>,
+}
+
+impl Default for Ddp {
+    fn default() -> Self {
+        Self { overlap_grad_reduce: true, bucket_size: None }
+    }
+}
+
+impl Ddp {
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Processes that run together, one a GPU: ranks 0.. of the modelled job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct World {
+    pub size: usize,
+    pub rank: usize,
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self { size: 1, rank: 0 }
+    }
+}
+
+impl World {
+    pub fn is_one(&self) -> bool {
+        self.size == 1
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -419,6 +543,9 @@ pub struct RunConfig {
     pub optimizer: Optimizer,
     /// `--stack_only`: the layer stack alone.
     pub stack_only: bool,
+    /// `--overlap_wgrad`: weight gradients on a stream of their own.
+    #[serde(default)]
+    pub overlap_wgrad: bool,
     pub seed: u64,
     /// Recipe features that run in simpler form, named in the row.
     pub approximations: Vec<String>,

@@ -13,6 +13,9 @@ use std::path::Path;
 /// Buffers of routing decisions that the referee needs; they are kept past the step.
 const ROUTING: [&str; 3] = [".moe.index", ".moe.scores", ".moe.dest"];
 
+/// Inputs beside tokens: of an image tower, and of a diffusion transformer.
+const INPUTS: [&str; 5] = ["pixels.mb", "noisy.mb", "target.mb", "time.mb", "text.mb"];
+
 /// Lets the routing outlive the step, so that it can be read afterwards.
 pub fn keep_routing(program: &mut Program) {
     for b in program.buffers.iter_mut().filter(|b| ROUTING.iter().any(|r| b.name.ends_with(r))) {
@@ -76,6 +79,7 @@ pub fn dump(
         name == "loss"
             || name.starts_with("ids.")
             || name.starts_with("labels.")
+            || INPUTS.iter().any(|i| name.starts_with(i))
             || ROUTING.iter().any(|r| name.ends_with(r))
     });
     let step = read_all(program, executor, step)?;

@@ -59,6 +59,11 @@ pub const FEATURES: &[Feature] = &[
         "every earlier token is attended to, and there is no indexer that would choose some",
         |e| e.values.text("model.attention_variant") == Some("dsa"),
     ),
+    approximated("vision_graphs", "the vision tower runs eagerly in both arms", |e| {
+        let asked = e.values.text("model.vision_cuda_graph_impl").is_some_and(|i| i != "none");
+        // A full-iteration graph holds the tower too.
+        asked && e.values.is_set("model.vision") && e.implementation != crate::config::GraphImpl::Local
+    }),
     approximated(
         "compressed_attention",
         "where upstream compresses keys every earlier token is attended to: no key compressors, no indexer",
@@ -161,12 +166,34 @@ pub const FEATURES: &[Feature] = &[
                 && (ahead != Some(0) || (e.values.is_set(layers) && e.values.int(layers).is_none()))
         },
     ),
-    not_built("a vision tower", "no option replaces it", |e| e.values.is_set("model.vision")),
-    not_built("a diffusion transformer", "no option replaces it", |e| e.values.is_set("model.diffusion")),
+    not_built(
+        "a diffusion transformer with pipeline stages, experts, sinks or windows, or without norms over all heads",
+        "give -pp 1, and set model.qk_layernorm=true model.softmax_type=vanilla model.window_size=null",
+        |e| {
+            let v = &e.values;
+            let of = v.get("model.diffusion");
+            let on = |key: &str| of.get(key).and_then(serde_json::Value::as_bool).unwrap_or(false);
+            let plain = e.layers.iter().all(|l| *l == LayerKind::Dense)
+                && v.on("model.qk_layernorm")
+                && v.on("model.add_bias_linear")
+                && on("layernorm_across_heads")
+                && on("rotary_interleaved")
+                && v.text("model.activation") == Some("gelu")
+                && !v.on("model.multi_latent_attention")
+                && v.text("model.softmax_type").is_none_or(|t| t == "vanilla")
+                && !v.is_set("model.window_size")
+                && !e.nonzero("model.attention_dropout")
+                && !e.nonzero("model.hidden_dropout")
+                && v.int("model.mtp_num_layers").unwrap_or(0) == 0;
+            !of.is_null() && (!plain || crate::rules::layout_of(e).pp > 1)
+        },
+    ),
     not_built("rotary embedding of another kind than rope", "set model.position_embedding_type=rope", |e| {
         let scaling = e.values.get("model.rope_scaling");
         let yarn = scaling.get("type").and_then(serde_json::Value::as_str) == Some("yarn");
-        let built = |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn);
+        let sections = e.values.is_set("model.mrope_section");
+        let built =
+            |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn) || (t == "mrope" && sections);
         e.values.text("model.position_embedding_type").is_some_and(|t| !built(t))
     }),
     not_built(
@@ -183,7 +210,8 @@ pub const FEATURES: &[Feature] = &[
         "set model.activation=swiglu",
         |e| {
             let built = ["swiglu", "swiglu_clamped", "squared_relu", "quick_geglu_clamped"];
-            e.values.text("model.activation").is_some_and(|a| !built.contains(&a))
+            let of_diffusion = |a: &str| a == "gelu" && e.values.is_set("model.diffusion");
+            e.values.text("model.activation").is_some_and(|a| !built.contains(&a) && !of_diffusion(a))
         },
     ),
     not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {
@@ -265,4 +293,28 @@ pub fn sort(e: &Effective) -> (Vec<String>, Vec<String>) {
     let approximations = of(State::Approximated).map(|f| f.name.to_owned()).collect();
     let reasons = of(State::NotBuilt).map(|f| format!("{} not built yet: {}", f.name, f.note)).collect();
     (approximations, reasons)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::args::{self, Command};
+    use crate::overrides;
+    use crate::recipe::Catalogue;
+
+    /// A tower's graphs are named for recipes that ask for them, and where nothing else holds the tower.
+    #[test]
+    fn graphs_of_a_tower_are_approximated_only_where_they_are_asked_for() {
+        let catalogue = Catalogue::load(None).unwrap();
+        let named = |line: &str| {
+            let argv = ["mbperf"].into_iter().chain(line.split_whitespace()).map(String::from);
+            let Ok(Command::Run(args)) = args::parse(argv) else { panic!("{line}") };
+            let cfg = overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
+            assert!(cfg.not_built.is_empty(), "{line}: {:?}", cfg.not_built);
+            cfg.approximations.iter().any(|a| a == "vision_graphs")
+        };
+        assert!(named("-m qwen_vl -mr qwen35_vl_35b_a3b -g h100"));
+        assert!(!named("-m qwen_vl -mr qwen35_vl_35b_a3b -g b200"));
+        assert!(!named("-m qwen_vl -mr qwen3_vl_30b_a3b -g b200"));
+        assert!(!named("-m wan -mr wan_14b -g h100"));
+    }
 }

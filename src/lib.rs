@@ -20,6 +20,7 @@ pub mod ops;
 pub mod overrides;
 pub mod profile;
 pub mod program;
+pub mod ranks;
 pub mod recipe;
 pub mod report;
 pub mod report_files;

@@ -10,9 +10,11 @@ use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
 use crate::measure::outcome::FinalCheck;
 use crate::measure::{self, Hooks, Options, Status};
+use crate::ops::collective::held::{CommModel, hold};
 use crate::overrides::{self, Resolved};
 use crate::profile::Profile;
 use crate::program::Program;
+use crate::ranks::launch::Start;
 use crate::recipe::Catalogue;
 use crate::report::xlsx::Book;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, file, run_id, summary};
@@ -31,6 +33,7 @@ mod in_turn;
 mod interrupt;
 mod open;
 mod profile;
+mod ranks;
 mod scopes;
 mod threads;
 
@@ -45,6 +48,10 @@ use open::{choose_device, faults, open_device};
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     // From the start: as a container's first process it would not be ended by a signal that it does not handle.
+    let start = ranks::start(args)?;
+    if start.as_ref().is_some_and(|s| s.rank > 0) {
+        return follow(args, start);
+    }
     let interrupt = Interrupt::watch()?;
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     if args.variant.list_config_variants {
@@ -53,13 +60,19 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     if !args.general.dryrun {
         profile::check(args)?;
     }
+    if start.is_some() {
+        ranks::check_options(args)?;
+    }
     if args.mbperf.sweep {
         let book = report_files::book(args)?;
         let code = scopes::run(args, &catalogue, &interrupt, book.as_ref())?;
         return report_files::save(args, book.as_deref(), code);
     }
-    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     check(&resolved, args)?;
+    if let Some(start) = &start {
+        ranks::enter(&mut resolved.config, start)?;
+    }
     say_notices(&resolved, args);
     if args.general.dryrun {
         save_config(&resolved.config, args)?;
@@ -75,8 +88,27 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         ));
     }
     let book = report_files::book(args)?;
-    let code = sweep::each([resolved], |resolved| one(resolved, args, &interrupt, book.as_ref()));
+    let start = start.as_ref();
+    let code = sweep::each([resolved], |resolved| one(resolved, args, &interrupt, book.as_ref(), start));
     report_files::save(args, book.as_deref(), code)
+}
+
+/// [`run`] on a rank that is not 0.
+fn follow(args: &Args, start: Option<Start>) -> anyhow::Result<u8> {
+    let Some(start) = start.filter(|_| !args.general.dryrun && !args.variant.list_config_variants) else {
+        return Ok(0);
+    };
+    ranks::leave_signals()?;
+    ranks::check_options(args)?;
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    ranks::enter(&mut resolved.config, &start)?;
+    resolved.require_built()?;
+    let on_gpu = choose_device(args)?;
+    if !on_gpu && !args.mbperf.full_size {
+        shrink::shrink(&mut resolved.config, given(args));
+    }
+    ranks::serve(&resolved.config, args, &start, on_gpu)
 }
 
 /// One configuration: both of its arms, their rows.
@@ -85,10 +117,11 @@ fn one(
     args: &Args,
     interrupt: &Interrupt,
     book: Option<&Arc<Mutex<Book>>>,
+    start: Option<&Start>,
 ) -> anyhow::Result<u8> {
     interrupt.planning();
     let effective = resolved.config.clone();
-    let faults = faults(args)?;
+    let faults = faults(args)?.filter(|_| start.is_none_or(|s| ranks::struck(s.rank)));
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
     if !on_gpu && !args.mbperf.full_size {
@@ -97,7 +130,7 @@ fn one(
     }
     let mut options = options(&resolved, args, on_gpu);
     options.check().map_err(|e| usage(&e))?;
-    let plan = plan(&resolved.config, args.mbperf.dump.is_some())?;
+    let plan = plan(&resolved.config, args.mbperf.dump.is_some(), args.mbperf.comm_model)?;
     if !on_gpu {
         threads::check()?;
     }
@@ -114,6 +147,10 @@ fn one(
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
+    if start.is_some() {
+        let wire = if on_gpu { "nccl" } else { "tcp" };
+        facts.comm = if facts.comm == "none" { wire.into() } else { format!("{wire}+stand_in") };
+    }
     if let Some(model) = &host_model {
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
         options.host_costs = Some(costs);
@@ -127,7 +164,17 @@ fn one(
     }
     let fault = faults.clone();
     let told = Arc::new(Mutex::new(facts.clone()));
-    let beat = watchdog(args, told.clone(), options.clone(), target)?;
+    let beat = watchdog(args, told.clone(), options.clone(), target.clone(), start.is_some())?;
+    let mut leader = None;
+    if let Some(start) = start {
+        writer.expect_ranks(start.size)?;
+        let abandon = ranks::abandon(args, told.clone(), options.clone(), target);
+        match ranks::gather(args, &resolved.config, start, on_gpu, abandon) {
+            Ok(found) => leader = Some(found),
+            Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
+        }
+        say(args, &ranks::said(start, &resolved.config, on_gpu));
+    }
     let extrapolated =
         match side_points(&resolved, args, on_gpu, &options, &beat, interrupt.flag(), &mut terminal) {
             Ok(points) => points,
@@ -220,7 +267,19 @@ fn one(
             break;
         }
     }
-    drop(executor);
+    match &leader {
+        Some(leader) if outcomes.iter().any(|o| matches!(o.status, Status::Failed(_))) => {
+            leader.lead.give_up();
+            // Its communicators would wait for ranks that are gone; the process ends soon.
+            std::mem::forget(executor);
+        }
+        Some(leader) => {
+            leader.lead.done();
+            drop(executor);
+        }
+        None => drop(executor),
+    }
+    drop(leader);
     if let (Some(fault), Some(last)) = (&fault, outcomes.last()) {
         say_unseen(fault, last);
     }
@@ -365,7 +424,7 @@ fn say_notices(resolved: &Resolved, args: &Args) {
 
 fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
     let cfg = &resolved.config;
-    let plan = if cfg.not_built.is_empty() { Some(plan(cfg, false)?) } else { None };
+    let plan = if cfg.not_built.is_empty() { Some(plan(cfg, false, args.mbperf.comm_model)?) } else { None };
     let mut out = std::io::stdout().lock();
     if matches!(args.mbperf.format, Format::Json) {
         let mut head = overrides::dryrun_head(resolved);
@@ -398,7 +457,7 @@ pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow:
         )
         .into());
     }
-    let plan = plan(&resolved.config, false)?;
+    let plan = plan(&resolved.config, false, args.mbperf.comm_model)?;
     let own = &args.mbperf;
     let options = CudaOptions {
         cache_dir: own.kernel_cache.clone(),
@@ -409,12 +468,13 @@ pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow:
 }
 
 /// Share, program and both arms.
-fn plan(cfg: &RunConfig, keep_routing: bool) -> anyhow::Result<RunPlan> {
+fn plan(cfg: &RunConfig, keep_routing: bool, comm: CommModel) -> anyhow::Result<RunPlan> {
     let share = RankShare::of(cfg)?;
     let mut program: Program = workloads::build(cfg, &share)?;
     if keep_routing {
         dump::keep_routing(&mut program);
     }
+    hold(&mut program, comm);
     dropped::keep(cfg, &mut program);
     Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
 }

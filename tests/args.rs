@@ -1,9 +1,6 @@
 //! The command line: every option of the harness is known, spellings, help, and what is refused.
-#![allow(clippy::unwrap_used, clippy::panic)]
 
-mod common;
-
-use common::shell_words;
+use crate::common::shell_words;
 use mbperf::args::{Args, ArgsError, Command, SCOPES, parse};
 use std::collections::BTreeSet;
 

@@ -1,10 +1,7 @@
 //! The table of command lines (`tests/data/cli_cases.tsv`): what must be accepted with which effective values, and
 //! what must be refused, judged in process.
-#![allow(clippy::unwrap_used, clippy::panic)]
 
-mod common;
-
-use common::{Outcome, catalogue, outcome, shell_words};
+use crate::common::{Outcome, catalogue, outcome, shell_words};
 use std::collections::BTreeMap;
 
 /// Rows of the table by column name.

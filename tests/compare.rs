@@ -1,12 +1,8 @@
 //! `mbperf compare` through the binary: what CI sees, exit codes included.
 //!
 //! Over 500 lines: one test a row of what a comparison must refuse, report or fail, over one table of results.
-#![allow(clippy::unwrap_used, clippy::panic)]
 
-#[path = "common/results.rs"]
-mod results;
-
-use results::Results;
+use crate::common::results::Results;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

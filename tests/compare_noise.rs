@@ -1,12 +1,8 @@
 //! `compare` on simulated runs: false alarms, true slowdowns, and files that are broken at random.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/results.rs"]
-mod results;
-
+use crate::common::results::Results;
 use mbperf::report::compare::{Gate, Options, Report, Source, Verdict, compare, keys};
 use proptest::prelude::*;
-use results::Results;
 
 /// Normal numbers, reproducible (splitmix64, Box and Muller).
 struct Noise(u64);

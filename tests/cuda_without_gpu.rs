@@ -4,9 +4,6 @@
 //! The libraries are found by LD_LIBRARY_PATH, which is read when a process starts, and the answers of the driver are
 //! kept for a process: so each scenario is an ignored test that the parent runs in a process of its own.
 
-// A test says what went wrong by failing.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
 use mbperf::capture::{ArmPlan, RunPlan, Segment};
 use mbperf::device::cuda::executor::{CudaExecutor, CudaOptions, launch_cost};
 use mbperf::device::cuda::libraries::{self, Availability};
@@ -45,7 +42,7 @@ fn scenario(name: &str, variables: &[(&str, &str)]) {
         return;
     }
     let out = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", name, "--nocapture"])
+        .args(["--ignored", "--exact", &format!("cuda_without_gpu::{name}"), "--nocapture"])
         .env("LD_LIBRARY_PATH", folder.path())
         .env("XDG_CACHE_HOME", folder.path())
         .envs(variables.iter().copied())

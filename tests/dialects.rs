@@ -1,16 +1,10 @@
 //! `--csv_dialect`, `--xlsx`, completions and manual pages through the binary.
-#![allow(clippy::unwrap_used, clippy::panic)]
 
-#[path = "common/binary.rs"]
-mod binary;
-#[path = "common/results.rs"]
-mod results;
-
-use binary::{RUN, command, fails, names, records, run, text};
+use crate::common::binary::{RUN, command, fails, names, records, run, text};
+use crate::common::results::Results;
 use calamine::{Data, Range, Reader, Xlsx, open_workbook};
 use mbperf::report::columns::Kind;
 use mbperf::report::{COLUMNS, Dialect, steps};
-use results::Results;
 use std::fs;
 use std::path::Path;
 use tempfile::tempdir;

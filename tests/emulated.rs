@@ -1,13 +1,7 @@
 //! The CUDA device and its kernels on an emulated GPU (tests/emulated_cuda): every op against its reference, both
 //! arms of a run, and faults that must be found.
 
-// A test says what went wrong by failing.
-#![allow(clippy::unwrap_used)]
-
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{cell, records};
+use crate::common::binary::{self, cell, records};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
@@ -94,6 +88,27 @@ fn both_arms_of_a_run_are_equal() {
         }
     }
     assert_eq!(cell(&rows, 0, "digest"), cell(&rows, 1, "digest"));
+}
+
+/// Two processes over an emulated NCCL: every kind of collective, eager, captured and beside the backward pass.
+#[test]
+fn ranks_agree_with_collectives_in_their_graphs() {
+    let Some(libraries) = libraries() else { return };
+    let line = "-m qwen -mr qwen3_30b_a3b -g h100 --num_moe_experts 8 model.moe_ffn_hidden_size=64 \
+        model.moe_router_topk=2 --moe_flex_dispatcher_backend None --device cuda --num_layers 1 -sl 32 -pp 1 -cp 1 -mb 1 \
+        model.hidden_size=64 model.num_attention_heads=2 model.num_query_groups=2 model.kv_channels=32 \
+        model.vocab_size=256 ddp.bucket_size=16384 --max_microbatches 1 -ms 5 -q -ng 2 -tp 1 -ep 2 -gb 2 \
+        --nproc_per_node 2 --cuda_graph_impl transformer_engine --cuda_graph_scope attn,moe_router,moe_preprocess -o -";
+    let out = mbperf(libraries, line, &[]);
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+    let rows = records(&out.stdout);
+    for row in [0, 1] {
+        for (name, value) in
+            [("status", "ok"), ("comm", "nccl"), ("real_groups", "ep+dp"), ("digest_match", "true")]
+        {
+            assert_eq!(cell(&rows, row, name), value, "{name}\n{}", said(&out));
+        }
+    }
 }
 
 #[test]

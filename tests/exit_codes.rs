@@ -1,10 +1,6 @@
 //! Exit codes and one-line messages of wrong use, hostile numbers, recipe files and injected faults.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{RUN, cell, fails, names, records, run, text};
+use crate::common::binary::{self, RUN, cell, fails, names, records, run, text};
 use std::fs;
 use tempfile::tempdir;
 

@@ -1,10 +1,6 @@
 //! What a user, a scheduler or a disk does to a run: it is refused, told or survived, and earlier results stay.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{RUN, cell, command, fails, names, records, run, text};
+use crate::common::binary::{RUN, cell, command, fails, names, records, run, text};
 use std::fs;
 use std::path::Path;
 use tempfile::tempdir;

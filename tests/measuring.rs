@@ -1,5 +1,4 @@
 //! The binary on the CPU device: host model, repetitions, extrapolation, disturbing faults, the watchdog.
-#![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::collections::BTreeMap;
 use std::path::Path;

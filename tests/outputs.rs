@@ -1,10 +1,6 @@
 //! Where results go: refused before the run, whole whatever happens, the same bytes under every locale.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{RUN, cell, command, fails, names, records, run, text};
+use crate::common::binary::{RUN, cell, command, fails, names, records, run, text};
 use std::fs;
 use std::process::Stdio;
 use tempfile::tempdir;

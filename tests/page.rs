@@ -1,18 +1,10 @@
 //! `mbperf report` through the binary: the page's figures are the files', whatever the files hold.
 //!
 //! Over 500 lines: every kind of file a page can be asked for, with the readers they share.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-#[path = "common/pages.rs"]
-mod pages;
-#[path = "common/results.rs"]
-mod results;
-
-use binary::{fails, names, run, text};
-use pages::{Page, page, steps_file};
-use results::Results;
+use crate::common::binary::{self, fails, names, run, text};
+use crate::common::pages::{Page, page, steps_file};
+use crate::common::results::Results;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

@@ -1,11 +1,7 @@
 //! `--profile` through the binary: table, profile file and trace of a run on the CPU, whose references stand for
 //! kernels; and what is said where nobody records.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{RUN, fails, names, records, run, text};
+use crate::common::binary::{RUN, fails, names, records, run, text};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;

@@ -3,14 +3,9 @@
 //! `tests/data/recipes_438.tsv` has one line a recipe: implementation and scope that are in force upstream (facts of
 //! Megatron-Bridge at 067f987, never rewritten here), and what mbperf makes of it: `plans`, `not_built` or `refused`, with
 //! the first reason; the same with `--run_dtype bf16` and without recompute, where the launches' FLOPs are compared with
-//! the model's. `MBPERF_BLESS=1 cargo test --test recipes_all` writes the outcomes anew: read the difference.
-#![allow(clippy::unwrap_used, clippy::panic)]
+//! the model's. `MBPERF_BLESS=1 cargo test --test all recipes_all` writes the outcomes anew: read the difference.
 
-mod common;
-#[path = "common/model_flops.rs"]
-mod flops;
-
-use common::catalogue;
+use crate::common::{catalogue, model_flops::model_flops};
 use mbperf::args::{self, Command, impl_name, scope_name};
 use mbperf::overrides::{Resolved, UsageError, resolve};
 use mbperf::program::Program;
@@ -73,7 +68,7 @@ fn check_flops(r: &Resolved, line: &str) -> Result<(), String> {
         return Err(format!("{line}: {:?}", r.config.not_built));
     }
     let (share, program) = program(r, line)?;
-    let (launches, model) = (program.model_flops(), flops::model_flops(&r.config, &share));
+    let (launches, model) = (program.model_flops(), model_flops(&r.config, &share));
     let difference = launches / model - 1.0;
     if difference.abs() > FLOPS_TOLERANCE {
         let percent = 100.0 * difference;
@@ -150,7 +145,7 @@ fn every_recipe_is_judged_as_the_table_says() {
             .filter(|(own, line)| own != *line)
             .map(|(own, line)| format!("table: {line}\nnow:   {own}"))
             .collect();
-        let how = "if this is meant: MBPERF_BLESS=1 cargo test --test recipes_all";
+        let how = "if this is meant: MBPERF_BLESS=1 cargo test --test all recipes_all";
         assert!(other.is_empty(), "{} recipes differ; {how}\n{}", other.len(), other.join("\n"));
     }
     assert!(took < LONGEST, "{took:?}");

@@ -1,11 +1,7 @@
 //! Every recipe through the binary: a dry run passes or says why not; what is built runs on the CPU and proves
 //! equal work.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{cell, records, run, text};
+use crate::common::binary::{cell, records, run, text};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

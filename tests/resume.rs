@@ -1,5 +1,4 @@
 //! `--resume` through the binary, on the CPU device.
-#![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 

@@ -1,10 +1,7 @@
 //! Every rule both ways: a command line that breaks it and the nearest one that does not, and the judgement of all
 //! scopes on all implementations and kinds of model.
-#![allow(clippy::unwrap_used, clippy::panic)]
 
-mod common;
-
-use common::{Outcome, outcome, outcome_of};
+use crate::common::{Outcome, outcome, outcome_of};
 use mbperf::rules::rules;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,11 +1,7 @@
 //! SIGINT and SIGTERM in the middle of a run: exit 130, finished rows stay, no half row.
 #![cfg(unix)]
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-
-use binary::{RUN, command, names, records, run};
+use crate::common::binary::{RUN, command, names, records, run};
 use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};

@@ -1,12 +1,7 @@
 //! `--sweep` through the binary: which scopes are run, in what order, and what is said of them.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/binary.rs"]
-mod binary;
-#[path = "common/pages.rs"]
-mod pages;
-
-use binary::{cell, records, run, text};
+use crate::common::binary::{self, cell, records, run, text};
+use crate::common::pages::page;
 use tempfile::tempdir;
 
 const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
@@ -116,7 +111,7 @@ fn the_page_says_what_the_sweep_said() {
     let output = run(dir.path(), &line);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let said = text(&output.stderr);
-    let page = pages::page(dir.path(), "x.csv");
+    let page = page(dir.path(), "x.csv");
     page.needs_nothing();
     let table = page.table("sweep_scopes");
     assert_eq!(table.len(), 4);

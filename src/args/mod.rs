@@ -173,6 +173,9 @@ pub struct CompileKernelsArgs {
     /// Folder to look for NVRTC in first
     #[arg(long, value_name = "DIR")]
     pub cuda_path: Option<PathBuf>,
+    /// Keep the compiled kernels here, for `selftest --kernel_cache` on a machine with a GPU
+    #[arg(long, value_name = "DIR")]
+    pub kernel_cache: Option<PathBuf>,
 }
 
 /// Reads a command line, `argv[0]` being the program's name.

@@ -5,6 +5,7 @@ use super::values::{
     FlexBackend, NameList, OrNone, ScopeList, parse_bool, parse_finite, parse_name, parse_seed,
 };
 use crate::config::{ExpertGemm, GraphImpl, Routing};
+use crate::ops::collective::held::CommModel;
 use crate::report::Dialect;
 use clap::ValueEnum;
 use std::path::PathBuf;
@@ -25,6 +26,8 @@ pub mod defaults {
     /// Longest device call, in seconds, before a run counts as hung: kernels of a first run compile for a minute, a
     /// full-size step on a CPU takes minutes.
     pub const WATCHDOG_S: f64 = 600.0;
+    /// Longest wait of ranks for each other's start, in seconds: containers of a large job start within a minute.
+    pub const RENDEZVOUS_TIMEOUT_S: f64 = 120.0;
     /// Warm-up iterations of the learning rate; the harness's.
     pub const WARMUP_ITERS: i64 = 10;
 }
@@ -113,6 +116,9 @@ pub struct Training {
     /// Steps of each arm, warm-up and capture counted. Left out: until the interval is narrow or --max_time is over
     #[arg(long, visible_alias = "ms", value_name = "N", allow_negative_numbers = true)]
     pub max_steps: Option<i64>,
+    /// Of several processes: how long ranks wait for each other to start, and the watchdog's limit
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub distributed_timeout_minutes: Option<i64>,
     /// Sequences a step of the whole job
     #[arg(long, visible_alias = "gb", value_name = "N", allow_negative_numbers = true)]
     pub global_batch_size: Option<i64>,
@@ -344,6 +350,9 @@ pub struct Mbperf {
     /// The layer stack alone: no embedding, head, optimizer or collectives; one micro-batch
     #[arg(long)]
     pub stack_only: bool,
+    /// Weight gradients on a stream of their own, beside the rest of the backward (both arms; frameworks use one stream)
+    #[arg(long)]
+    pub overlap_wgrad: bool,
     /// Micro-batches that are run, at most; 0 = all of the job's
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = defaults::MAX_MICROBATCHES)]
     pub max_microbatches: i64,
@@ -386,6 +395,17 @@ pub struct Mbperf {
     /// Pipeline stage whose share is run
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub pp_rank: i64,
+    /// Processes that mbperf starts on this machine, one a GPU: ranks 0.. of the job. Left out: one, or what torchrun, srun
+    /// or mpirun has started
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub nproc_per_node: Option<u32>,
+    /// Time of stood-in collectives: copy (device copies alone), nvlink[:GBPS] or ib:GBPS (held for their bytes at that
+    /// bandwidth, 10^9 bytes a second, on 16 multiprocessors)
+    #[arg(long, value_name = "MODEL", default_value = "copy")]
+    pub comm_model: CommModel,
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, value_parser = parse_finite, help = format!(
+        "How long ranks wait for each other to start [default: {}]", defaults::RENDEZVOUS_TIMEOUT_S))]
+    pub rendezvous_timeout: Option<f64>,
     /// Seed of weights, tokens, routing and dropout
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = parse_seed,
           default_value_t = defaults::SEED)]

@@ -23,11 +23,6 @@ pub const REFUSED: &[Refused] = &[
         options: &[("-nh", "--nemo_home"), ("", "--detach"), ("", "--max_retries")],
     },
     Refused {
-        group: "Training arguments",
-        reason: "runs of several processes are not built yet; one process has nothing to wait for",
-        options: &[("", "--distributed_timeout_minutes")],
-    },
-    Refused {
         group: "Checkpointing arguments",
         reason: "weights are synthetic; there is nothing to load or save",
         options: &[

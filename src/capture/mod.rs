@@ -8,6 +8,8 @@
 //!   each has its own (section 6).
 
 #[cfg(test)]
+mod image_tests;
+#[cfg(test)]
 mod pipeline_tests;
 mod staging;
 #[cfg(test)]
@@ -15,6 +17,7 @@ mod tests;
 
 use crate::config::{Graph, GraphImpl, Scope};
 use crate::device::Arm;
+use crate::program::lanes;
 use crate::program::memory::{self, MemoryPlan};
 use crate::program::{Part, Pass, Program};
 use std::collections::HashMap;
@@ -120,6 +123,9 @@ pub fn plan(program: Program, graph: &Graph, seed: u64) -> Result<RunPlan, Captu
     let all = 0..program.launches.len();
     let eager_segments = vec![Segment { launches: all.clone(), graph: None, label: "step".into() }];
     let memory = memory::plan(&program, &vec![false; all.len()]);
+    let unordered = (program.lanes() > 1).then(|| program.clone());
+    let mut program = program;
+    lanes::order(&mut program, &memory);
     let program = Arc::new(program);
     let eager = ArmPlan { program: program.clone(), segments: eager_segments, memory };
     let marks: Vec<Option<String>> = match graph.implementation {
@@ -131,13 +137,16 @@ pub fn plan(program: Program, graph: &Graph, seed: u64) -> Result<RunPlan, Captu
         let scope = graph.scope.iter().map(|s| format!("{s:?}")).collect::<Vec<_>>().join(",");
         return Err(CaptureError::Nothing { scope });
     }
-    let (staged, marks) = match graph.implementation {
-        GraphImpl::TransformerEngine if graph.staging => staging::stage(&program, marks),
-        _ => ((*program).clone(), marks),
+    // The order of lanes follows from addresses, which the arms do not share.
+    let plain = unordered.unwrap_or_else(|| (*program).clone());
+    let (mut staged, marks) = match graph.implementation {
+        GraphImpl::TransformerEngine if graph.staging => staging::stage(&plain, marks),
+        _ => (plain, marks),
     };
     let segments = cut(&staged, &marks)?;
     let captured: Vec<bool> = marks.iter().map(Option::is_some).collect();
     let memory = memory::plan(&staged, &captured);
+    lanes::order(&mut staged, &memory);
     Ok(RunPlan { eager, graph: Some(ArmPlan { program: Arc::new(staged), segments, memory }), seed })
 }
 
@@ -160,7 +169,9 @@ fn mark_layers(program: &Program, scope: &[Scope]) -> Result<Vec<Option<String>>
     // Last captured launch of each (layer, pass, micro-batch): a gap means two runs.
     let mut last: HashMap<(usize, Pass, usize), usize> = HashMap::new();
     for (i, l) in program.launches.iter().enumerate() {
-        let captured = l.layer.filter(|_| scope.is_empty() || wanted.contains(&l.part));
+        // An image's features are added between the layers, outside their graphs.
+        let captured =
+            l.layer.filter(|_| wanted.contains(&l.part) || (scope.is_empty() && l.part != Part::Vision));
         marks.push(captured.map(|layer| {
             format!("layer {layer} {}", if l.pass == Pass::Forward { "forward" } else { "backward" })
         }));

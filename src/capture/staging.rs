@@ -21,6 +21,8 @@ pub fn stage(program: &Program, marks: Vec<Option<String>>) -> (Program, Vec<Opt
     let mut writer: HashMap<BufId, (Pass, Option<String>)> = HashMap::new();
     // Static buffers by name: a scan of all buffers for each would grow with the square of the layers.
     let mut copies: HashMap<String, BufId> = HashMap::new();
+    // Where each launch has come to lie.
+    let mut moved: Vec<usize> = Vec::with_capacity(marks.len());
     let mut start = 0;
     while start < marks.len() {
         let first = &program.launches[start];
@@ -69,7 +71,9 @@ pub fn stage(program: &Program, marks: Vec<Option<String>>) -> (Program, Vec<Opt
                 }
             }
             let args = launch.args.iter().map(|id| rename.get(id).copied().unwrap_or(*id)).collect();
-            out.launches.push(Launch { args, ..launch.clone() });
+            let after = launch.after.iter().filter_map(|i| moved.get(*i).copied()).collect();
+            moved.push(out.launches.len());
+            out.launches.push(Launch { args, after, ..launch.clone() });
             out_marks.push(mark.clone());
         }
         start = end;

@@ -540,7 +540,7 @@ fn depths_lie_with_the_loss() {
     assert_eq!(parts(&first, Part::Mtp), 0);
 }
 
-fn both_arms_without_loss(cfg: &RunConfig) {
+pub(super) fn both_arms_without_loss(cfg: &RunConfig) {
     let plan = plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
     let mut executor = CpuExecutor::new(plan, None, None).unwrap();
     let eager = three_steps(&mut executor, Arm::Eager).unwrap();

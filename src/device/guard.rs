@@ -6,6 +6,7 @@ use super::inject::{Inject, Kind};
 use super::record::Recorded;
 use super::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
 use crate::program::BufId;
+use crate::ranks::control::RankStep;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -150,6 +151,15 @@ fn hang() {
 impl Executor for Guarded {
     fn info(&self) -> DeviceInfo {
         self.inner.info()
+    }
+    fn ranks(&self) -> usize {
+        self.inner.ranks()
+    }
+    fn begin_steps(&mut self, arm: Arm, count: usize, ahead: bool, drain: bool) -> Result<(), DeviceError> {
+        self.watched(&[], |e| e.begin_steps(arm, count, ahead, drain))
+    }
+    fn of_other_ranks(&mut self) -> Result<Vec<Vec<RankStep>>, DeviceError> {
+        self.watched(&[], |e| e.of_other_ranks())
     }
     fn set_phase(&mut self, phase: Phase) {
         self.phase = phase;

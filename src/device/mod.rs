@@ -9,11 +9,12 @@ pub mod host;
 pub mod inject;
 pub mod record;
 
-use serde::Serialize;
+use crate::ranks::control::RankStep;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// What a device was doing when it failed, and what a step belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     /// Before step 0: kernels, plans, memory.
@@ -73,6 +74,9 @@ pub enum DeviceError {
     /// Exit 6: the graph arm did not do the eager arm's work.
     #[error("{0}")]
     Unequal(String),
+    /// Another rank's failure, with its own exit code.
+    #[error("rank {rank}: {message}")]
+    Rank { rank: usize, code: u8, message: String },
     /// Exit 1: a defect of mbperf.
     #[error("internal error: {0}; please report it")]
     Internal(String),
@@ -85,7 +89,7 @@ impl DeviceError {
 }
 
 /// The two ways to run the same step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arm {
     Eager,
@@ -189,6 +193,28 @@ pub trait Executor {
     /// A watchdog that wants to know which phase a call of several has come to.
     fn watched_by(&mut self, _beat: &guard::Beat) {}
 
+    /// Processes that run in step.
+    fn ranks(&self) -> usize {
+        1
+    }
+
+    /// `count` steps of `arm` follow, all submitted whatever comes: the other ranks run them too. `ahead`: each is
+    /// submitted before the one before it is waited for; `drain`: the last is waited for too.
+    fn begin_steps(
+        &mut self,
+        _arm: Arm,
+        _count: usize,
+        _ahead: bool,
+        _drain: bool,
+    ) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// How the other ranks saw the steps that were waited for since the last call, by rank; none of one process.
+    fn of_other_ranks(&mut self) -> Result<Vec<Vec<RankStep>>, DeviceError> {
+        Ok(Vec::new())
+    }
+
     /// Names the phase for messages and fault injection.
     fn set_phase(&mut self, phase: Phase);
 
@@ -233,6 +259,12 @@ pub trait Executor {
             None => Ok(()),
             Some(_) => Err(DeviceError::internal("this device cannot spin for a host model")),
         }
+    }
+
+    /// From the next step on, whether the launch queue is kept from filling: the device is waited for in the middle of
+    /// a step, and `wait_ms` holds the waits. False: this device has no queue, and nothing changes.
+    fn set_drained(&mut self, _on: bool) -> bool {
+        false
     }
 
     /// Device memory that this executor holds beyond what was free when it opened the device, in MiB: both arms,

@@ -30,6 +30,10 @@ const SETTLED: f64 = 0.01;
 const SYNC_PAIRS: usize = 4;
 const SYNC_STEPS: usize = 10;
 
+/// Steps of each side that are issued to a short queue, if so many take no more than this share of the time; one always.
+const ISSUE_STEPS: usize = 5;
+const ISSUE_SHARE: f64 = 0.05;
+
 /// When timing ends, on the executor's clock: by the time asked for, and at the latest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Limit {
@@ -163,6 +167,7 @@ fn until_precise(
         let stopped = long::time(session, sides, Pacing::RunAhead, step_ms, start, limit)?;
         let left_ms = limit.soft_ms - session.executor.now_ms();
         sync_blocks(session, sides, 1, left_ms.min(budget_ms * SYNC_SHARE))?;
+        issue_steps(session, sides, budget_ms * ISSUE_SHARE)?;
         return Ok(stopped);
     }
     let settled = settle(session, sides, step_ms, budget_ms)?;
@@ -171,6 +176,7 @@ fn until_precise(
     let limit = limit.earlier_by(budget_ms * SYNC_SHARE);
     let stopped = pairs_until(session, sides, Pacing::RunAhead, timed, start, limit)?;
     sync_blocks(session, sides, timed, budget_ms * SYNC_SHARE)?;
+    issue_steps(session, sides, budget_ms * ISSUE_SHARE)?;
     Ok(stopped)
 }
 
@@ -270,10 +276,7 @@ fn settle(session: &mut Session, sides: &[Arm], step_ms: &[f64], budget_ms: f64)
 fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, share_ms: f64) -> Result<(), Stop> {
     session.hooks.progress.stage("timing with every step synchronised");
     let timed = timed.min(SYNC_STEPS);
-    let medians: f64 = (0..sides.len())
-        .filter_map(|side| session.blocks.iter().rev().find(|b| b.side == side))
-        .map(|b| b.wall_ms_median)
-        .sum();
+    let medians: f64 = (0..sides.len()).filter_map(|side| last_wall(session, side)).sum();
     let start = session.executor.now_ms();
     // A synchronised step is at least as long as one with run-ahead.
     let mut pair_ms = (timed + 1) as f64 * medians;
@@ -288,6 +291,22 @@ fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, share_ms: f64
         pair_ms = session.executor.now_ms() - begun;
     }
     Ok(())
+}
+
+/// A few steps that meet no full queue, for the host's time alone: within `share_ms`, but at least one of each side,
+/// as nothing else tells what issuing costs where a step is longer than the queue.
+fn issue_steps(session: &mut Session, sides: &[Arm], share_ms: f64) -> Result<(), Stop> {
+    if !session.executor.set_drained(true) {
+        return Ok(());
+    }
+    let medians: f64 = (0..sides.len()).filter_map(|side| last_wall(session, side)).sum();
+    let fit = (share_ms / medians.max(1e-3)) as usize;
+    let steps = fit.clamp(1, ISSUE_STEPS);
+    let done = order(sides, 0)
+        .into_iter()
+        .try_for_each(|(side, arm)| session.lone_steps(side, arm, steps, Pacing::Drained));
+    session.executor.set_drained(false);
+    done
 }
 
 /// `-ms`: exactly `steps` more steps of each side, in at least [`MIN_PAIRS`] blocks if that can be. Too few steps

@@ -133,6 +133,7 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
     let block_medians: Vec<f64> = blocks.iter().map(|b| b.wall_ms_median).collect();
     let half_changes: Vec<f64> = blocks.iter().filter_map(|b| b.half_change).collect();
     let step_time_ms = stats::median(&wall);
+    let (rank_step_time_ms, rank_skew_ms) = rank_figures(session, side).unzip();
     let last = session.steps.iter().rev().find(|s| s.side == side && s.phase != Phase::FinalCheck);
     let busy = found.busy.get(side);
     ArmResult {
@@ -141,6 +142,8 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
         steps_steady: wall.len(),
         blocks: blocks.len(),
         step_time_ms,
+        rank_step_time_ms,
+        rank_skew_ms,
         // Blocks give the interval, steps the median: the interval is widened if need be to hold it.
         step_time_ms_ci95: stats::median_interval(&block_medians)
             .zip(step_time_ms)
@@ -154,6 +157,7 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
         step_time_ms_sync: median(Pacing::Sync, |s| Some(s.wall_ms)),
         host_submit_ms_sync: median(Pacing::Sync, |s| Some(s.submit_ms)),
         device_span_ms_sync: median(Pacing::Sync, |s| s.device_span_ms),
+        host_issue_ms: median(Pacing::Drained, |s| Some(s.submit_ms)),
         step_time_ms_modelled: median(Pacing::Modelled, |s| Some(s.wall_ms)),
         host_ms_modelled: median(Pacing::Modelled, |s| Some(s.submit_ms + s.wait_ms + s.modelled_ms)),
         steps_modelled: steady(Pacing::Modelled).count(),
@@ -176,6 +180,27 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
         health: summarise_health(blocks.iter().map(|b| &b.health)),
         steady: verdict::steady_state(&block_medians, &half_changes, options.margin),
     }
+}
+
+/// Smallest and largest median of a rank, and the median skew of a step, over the steady steps of a side.
+fn rank_figures(session: &Session, side: usize) -> Option<((f64, f64), f64)> {
+    let counts = |s: &StepRecord| s.side == side && s.phase == Phase::Steady && s.pacing == Pacing::RunAhead;
+    let of: Vec<Vec<f64>> = session
+        .steps
+        .iter()
+        .zip(&session.of_ranks)
+        .filter(|(s, _)| counts(s))
+        .map(|(_, ranks)| ranks.iter().map(|r| r.wall_ms).collect())
+        .collect();
+    let ends = |all: &[f64]| {
+        let low = all.iter().copied().fold(f64::INFINITY, f64::min);
+        (low, all.iter().copied().fold(f64::NEG_INFINITY, f64::max))
+    };
+    let ranks = of.first()?.len();
+    let medians: Vec<f64> =
+        (0..ranks).filter_map(|r| stats::median(&of.iter().map(|s| s[r]).collect::<Vec<_>>())).collect();
+    let skews: Vec<f64> = of.iter().map(|s| ends(s)).map(|(low, high)| high - low).collect();
+    Some((ends(&medians), stats::median(&skews)?))
 }
 
 fn conclude(mut session: Session, options: &Options, found: Found, status: Status) -> Outcome {

@@ -14,6 +14,8 @@ pub enum Pacing {
     RunAhead,
     /// Every step is waited for before the next is submitted.
     Sync,
+    /// As `Sync`, with waits in the middle of a step too, so that the launch queue never fills.
+    Drained,
     /// As `RunAhead`, with the host model's time on the issuing thread.
     Modelled,
 }
@@ -23,13 +25,14 @@ impl Pacing {
         match self {
             Pacing::RunAhead => "run_ahead",
             Pacing::Sync => "sync",
+            Pacing::Drained => "drained",
             Pacing::Modelled => "modelled",
         }
     }
 
     /// Whether a step is submitted while the one before it runs.
     pub fn runs_ahead(self) -> bool {
-        self != Pacing::Sync
+        !matches!(self, Pacing::Sync | Pacing::Drained)
     }
 }
 
@@ -79,6 +82,10 @@ pub struct ArmResult {
     pub blocks: usize,
     /// Median wall time of steady steps with one step of run-ahead.
     pub step_time_ms: Option<f64>,
+    /// Several ranks: the fastest and the slowest one's own median, and the median over steps of what the slowest took
+    /// longer than the fastest. `step_time_ms` is of the slowest rank of each step.
+    pub rank_step_time_ms: Option<(f64, f64)>,
+    pub rank_skew_ms: Option<f64>,
     /// 95 % interval of that median, from the medians of blocks.
     pub step_time_ms_ci95: Option<(f64, f64)>,
     pub step_time_ms_p05: Option<f64>,
@@ -91,6 +98,8 @@ pub struct ArmResult {
     pub step_time_ms_sync: Option<f64>,
     pub host_submit_ms_sync: Option<f64>,
     pub device_span_ms_sync: Option<f64>,
+    /// Host time of issuing a step while the launch queue never fills.
+    pub host_issue_ms: Option<f64>,
     /// Under the host model: wall time of a step, and the host's time of issuing it, all of it.
     pub step_time_ms_modelled: Option<f64>,
     pub host_ms_modelled: Option<f64>,
@@ -192,6 +201,7 @@ pub fn exit_code(error: &DeviceError) -> u8 {
         DeviceError::Capture { .. } => 4,
         DeviceError::OutOfMemory { .. } => 5,
         DeviceError::Unequal(_) => 6,
+        DeviceError::Rank { code, .. } => *code,
         DeviceError::Driver { .. } | DeviceError::Invalid(_) | DeviceError::Internal(_) => 1,
     }
 }

@@ -1,6 +1,7 @@
 //! What a measurement tells while it runs, and where its steps go.
 
 use super::outcome::StepRecord;
+use crate::ranks::control::RankStep;
 use std::sync::atomic::AtomicBool;
 
 /// State of the timed part after a pair of blocks.
@@ -25,6 +26,11 @@ pub trait Progress {
 /// Takes finished steps, block by block. An error ends the measurement.
 pub trait StepSink {
     fn steps(&mut self, steps: &[StepRecord]) -> std::io::Result<()>;
+
+    /// The same steps as every rank saw them, rank 0 first; of runs of several processes alone.
+    fn rank_steps(&mut self, _steps: &[StepRecord], _of_ranks: &[Vec<RankStep>]) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Tells nothing, keeps nothing.

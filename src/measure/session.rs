@@ -4,6 +4,7 @@ use super::outcome::{BlockRecord, Failure, Pacing, StepRecord};
 use super::{Hooks, stats};
 use crate::device::host::HostCosts;
 use crate::device::{Arm, DeviceError, Executor, Finished, Health, Phase, Submitted};
+use crate::ranks::control::RankStep;
 use std::sync::atomic::Ordering;
 
 /// Why a measurement does not go on.
@@ -53,6 +54,8 @@ pub(super) struct Session<'a> {
     pub hooks: Hooks<'a>,
     pub steps: Vec<StepRecord>,
     pub blocks: Vec<BlockRecord>,
+    /// What every rank saw of each step, in the order of `steps`; empty for one process.
+    pub of_ranks: Vec<Vec<RankStep>>,
     /// Steps that the sink has.
     flushed: usize,
     /// Blocks begun, settling ones too.
@@ -86,6 +89,7 @@ impl<'a> Session<'a> {
             hooks,
             steps: Vec::new(),
             blocks: Vec::new(),
+            of_ranks: Vec::new(),
             flushed: 0,
             blocks_begun: 0,
             phase: None,
@@ -128,6 +132,42 @@ impl<'a> Session<'a> {
         let from = std::mem::replace(&mut self.flushed, self.steps.len());
         if from < self.steps.len() {
             self.hooks.sink.steps(&self.steps[from..])?;
+            if self.of_ranks.len() > from {
+                self.hooks.sink.rank_steps(&self.steps[from..], &self.of_ranks[from..])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Within steps that all ranks have begun: they are finished first.
+    fn check_interrupt_inside(&self) -> Result<(), Stop> {
+        if self.executor.ranks() > 1 { Ok(()) } else { self.check_interrupt() }
+    }
+
+    /// Steps from `first` on as the slowest rank saw them; what each saw is kept. A step that is still in flight comes
+    /// with the next call.
+    fn slowest_of_ranks(&mut self, first: usize) -> Result<(), Stop> {
+        let others = self.executor.of_other_ranks()?;
+        let Some(seen) = others.iter().map(Vec::len).min() else { return Ok(()) };
+        if others.iter().any(|o| o.len() != seen) || self.steps.len() != first + seen {
+            return Err(DeviceError::internal(format!(
+                "rank 0 finished {} steps, the others {seen}",
+                self.steps.len() - first
+            ))
+            .into());
+        }
+        for (i, step) in self.steps[first..].iter_mut().enumerate() {
+            let own = RankStep {
+                submit_ms: step.submit_ms,
+                wait_ms: step.wait_ms,
+                device_span_ms: step.device_span_ms,
+                wall_ms: step.wall_ms,
+                loss: step.loss,
+                grad_norm: step.grad_norm,
+            };
+            let all: Vec<RankStep> = std::iter::once(own).chain(others.iter().map(|o| o[i])).collect();
+            step.wall_ms = all.iter().map(|s| s.wall_ms).fold(f64::NEG_INFINITY, f64::max);
+            self.of_ranks.push(all);
         }
         Ok(())
     }
@@ -180,9 +220,14 @@ impl<'a> Session<'a> {
     /// One step, waited for. Returns what it left.
     pub fn single(&mut self, side: usize, arm: Arm, phase: Phase) -> Result<Finished, Stop> {
         self.check_interrupt()?;
+        let first = self.steps.len();
+        self.enter(phase);
+        self.executor.begin_steps(arm, 1, false, true)?;
         let since = self.executor.now_ms();
         let flight = self.submit(side, arm, None, phase, Pacing::Sync)?;
-        Ok(self.finish(flight, since)?.0)
+        let done = self.finish(flight, since)?.0;
+        self.slowest_of_ranks(first)?;
+        Ok(done)
     }
 
     /// A block of steps that all count, for a `-ms` too short for the steps around them: there is no step to run
@@ -191,13 +236,16 @@ impl<'a> Session<'a> {
         let number = self.blocks_begun;
         self.blocks_begun += 1;
         let first = self.steps.len();
+        self.enter(Phase::Steady);
+        self.executor.begin_steps(arm, steps, false, true)?;
         for _ in 0..steps {
-            self.check_interrupt()?;
+            self.check_interrupt_inside()?;
             let since = self.executor.now_ms();
             let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing)?;
             self.finish(flight, since)?;
         }
         let health = self.sample();
+        self.slowest_of_ranks(first)?;
         let walls: Vec<f64> = self.steps[first..].iter().map(|s| s.wall_ms).collect();
         self.blocks.push(BlockRecord {
             side,
@@ -230,8 +278,10 @@ impl<'a> Session<'a> {
         let number = self.blocks_begun;
         self.blocks_begun += 1;
         let first = self.steps.len();
-        let start = self.executor.now_ms();
         let total = timed + if pacing.runs_ahead() { 2 } else { 1 };
+        self.enter(if purpose == Purpose::Timed { Phase::Switch } else { Phase::Warmup });
+        self.executor.begin_steps(arm, total, pacing.runs_ahead(), true)?;
+        let start = self.executor.now_ms();
         let fill = pacing.runs_ahead() && self.host_bound[side] != Some(true);
         let mut since = start;
         let mut ahead: Option<Flight> = None;
@@ -239,7 +289,7 @@ impl<'a> Session<'a> {
         let mut began_full = !fill;
         let mut first_steady = true;
         for i in 0..total {
-            if let Err(stop) = self.check_interrupt() {
+            if let Err(stop) = self.check_interrupt_inside() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
                 if let Some(flight) = ahead.take() {
                     self.finish(flight, since)?;
@@ -252,7 +302,7 @@ impl<'a> Session<'a> {
                 Purpose::Timed if edge => Phase::Switch,
                 Purpose::Timed => Phase::Steady,
             };
-            if pacing == Pacing::Sync {
+            if !pacing.runs_ahead() {
                 since = self.executor.now_ms();
             }
             let flight = self.submit(side, arm, Some(number), phase, pacing)?;
@@ -281,6 +331,7 @@ impl<'a> Session<'a> {
             began_full |= host_bound;
             self.host_bound[side] = Some(host_bound);
         }
+        self.slowest_of_ranks(first)?;
         if purpose == Purpose::Timed && pacing == Pacing::RunAhead && !began_full {
             self.unfilled[side] += 1;
         }
@@ -316,10 +367,18 @@ impl<'a> Session<'a> {
         pacing: Pacing,
         drain: bool,
     ) -> Result<(), Stop> {
+        if let Err(stop) = self.check_interrupt() {
+            self.finish_carry(carry)?;
+            return Err(stop);
+        }
+        let first = (self.steps.len(), self.blocks.len());
+        let count = 1 + blocks + usize::from(drain);
+        self.enter(Phase::Switch);
+        self.executor.begin_steps(arm, count, true, drain)?;
         let start = self.executor.now_ms();
         let mut full = false;
-        for i in 0..1 + blocks + usize::from(drain) {
-            if let Err(stop) = self.check_interrupt() {
+        for i in 0..count {
+            if let Err(stop) = self.check_interrupt_inside() {
                 self.finish_carry(carry)?;
                 return Err(stop);
             }
@@ -347,13 +406,25 @@ impl<'a> Session<'a> {
                 self.unfilled[side] += blocks;
             }
         }
+        self.lone_blocks_of_ranks(first)?;
         self.flush()
+    }
+
+    /// [`Self::slowest_of_ranks`], and the blocks of one step from there on by it.
+    fn lone_blocks_of_ranks(&mut self, (step, block): (usize, usize)) -> Result<(), Stop> {
+        self.slowest_of_ranks(step)?;
+        let steady = self.steps[step..].iter().filter(|s| s.phase == Phase::Steady);
+        self.blocks[block..].iter_mut().zip(steady).for_each(|(b, s)| b.wall_ms_median = s.wall_ms);
+        Ok(())
     }
 
     /// Waits for what a run left in flight.
     pub fn finish_carry(&mut self, carry: &mut Carry) -> Result<(), Stop> {
         if let Some((due, since)) = carry.take() {
+            let first = (self.steps.len(), self.blocks.len());
+            self.executor.begin_steps(due.arm, 0, true, true)?;
             self.finish_block_of_one(due, since)?;
+            self.lone_blocks_of_ranks(first)?;
         }
         self.flush()
     }

@@ -90,6 +90,26 @@ fn a_host_bound_arm_is_timed_by_its_host() {
 }
 
 #[test]
+fn what_issuing_costs_is_told_from_a_full_queue() {
+    // Short steps, and steps of which one is all that fits.
+    for (step_ms, queue_ms, steps) in [(10.0, 5.0, 5), (2000.0, 500.0, 1)] {
+        let script =
+            FakeExecutor::script().eager(Times::new(step_ms)).graph(Times::new(step_ms)).queue_ms(queue_ms);
+        let outcome = measure_script(script, &quick());
+        for arm in &outcome.arms {
+            assert!((arm.host_submit_ms.unwrap() - 0.1 - queue_ms).abs() < 1e-9);
+            assert!((arm.host_issue_ms.unwrap() - 0.1).abs() < 1e-9);
+            assert!((arm.step_time_ms.unwrap() - step_ms).abs() < 1e-6, "{arm:?}");
+            let drained = outcome.steps.iter().filter(|s| s.side == arm.side && s.pacing == Pacing::Drained);
+            assert_eq!(drained.count(), steps);
+        }
+    }
+    // A device that runs what it is given at once has no queue.
+    let outcome = measure_script(FakeExecutor::script(), &quick());
+    assert!(outcome.arms.iter().all(|a| a.host_issue_ms.is_none()));
+}
+
+#[test]
 fn a_queue_that_fills_slowly_is_waited_for() {
     // 8 ms of submission for 10 ms of device work: the first steps are seen late, the next ones early.
     let script = FakeExecutor::script().eager(Times::new(10.0).submit_ms(8.0)).graph(Times::new(8.0));

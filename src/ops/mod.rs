@@ -14,16 +14,21 @@ pub mod cross_entropy;
 pub mod delta_net;
 pub mod dropout;
 pub mod embedding;
+pub mod flow;
 pub mod gated_norm;
+pub mod gelu;
 pub mod gemm;
 pub mod grouped_gemm;
 pub mod hyper_connection;
+pub mod image_rows;
+pub mod layer_norm;
 pub mod mamba_conv;
 pub mod mla_rope;
 pub mod moe_permute;
 pub mod optimizer;
 pub mod output_gate;
 pub mod owned_rows;
+pub mod patch_position;
 pub mod rmsnorm;
 pub mod rng;
 pub mod rope;
@@ -37,6 +42,7 @@ pub mod swiglu;
 #[cfg(test)]
 pub mod testing;
 pub mod token_gate;
+pub mod wide_norm;
 
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
@@ -148,6 +154,11 @@ pub trait Op: Debug + Send + Sync {
     /// A device copy that stands in for a collective with other ranks.
     fn stand_in(&self) -> bool {
         false
+    }
+
+    /// That one, if it is none of another kind around it.
+    fn as_stand_in(&self) -> Option<&collective::StandIn> {
+        None
     }
 
     /// Relative norm error allowed against the f64 reference for output `arg`: from the reduction

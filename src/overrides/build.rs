@@ -3,8 +3,9 @@
 use super::{Notice, graphs::Graph};
 use crate::args::{Args, OptimizerChoice, Staging};
 use crate::config::{
-    Activation, Batch, DeltaNet, Dispatcher, Graph as GraphConfig, HyperConnections, Identity, LayerKind,
-    Mamba, Mla, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction, SharedKv, Window,
+    Activation, Batch, DeltaNet, Diffusion, Dispatcher, Graph as GraphConfig, HyperConnections, Identity,
+    LayerKind, Mamba, Mla, Model, Moe, Optimizer, Recompute, RunConfig, ScoreFunction, SharedKv, Vision,
+    Window,
 };
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::scaling::{Llama3, Yarn};
@@ -103,7 +104,7 @@ pub fn config(
         batch: Batch {
             micro_batch_size: micro,
             global_batch_size: global,
-            seq_length: size(e, "dataset.seq_length"),
+            seq_length: sequence(e),
             num_microbatches_recipe: job,
             num_microbatches: run,
         },
@@ -144,6 +145,7 @@ pub fn config(
             grad_dtype: if v.on("ddp.grad_reduce_in_fp32") { "fp32".to_owned() } else { "bf16".to_owned() },
         },
         stack_only: args.mbperf.stack_only,
+        overlap_wgrad: args.mbperf.overlap_wgrad,
         seed: args.mbperf.seed,
         parallel,
         approximations,
@@ -188,6 +190,9 @@ fn model(e: &Effective) -> Model {
             _ => v.float("model.rotary_percent").unwrap_or(1.0),
         },
         rope_scaling: rope_scaling(v),
+        mrope_section: mrope_section(v),
+        vision: vision(v),
+        diffusion: diffusion(v, hidden),
         tied_embeddings: v.on("model.share_embeddings_and_output_weights"),
         init_method_std: v.float("model.init_method_std").unwrap_or(0.02),
         attention_dropout: v.float("model.attention_dropout").unwrap_or(0.0),
@@ -216,6 +221,64 @@ fn window(v: &Values) -> Option<Window> {
     let left = v.get("model.window_size").get(0).and_then(serde_json::Value::as_i64)?;
     let skip = v.int("model.window_attn_skip_freq").and_then(|n| usize::try_from(n).ok());
     usize::try_from(left).ok().map(|left| Window { keys: left + 1, skip_freq: skip })
+}
+
+/// Pairs of time, height and width.
+fn mrope_section(v: &Values) -> Option<[usize; 3]> {
+    let pairs = |i: usize| v.get("model.mrope_section").get(i)?.as_u64().map(|n| n as usize);
+    Some([pairs(0)?, pairs(1)?, pairs(2)?])
+}
+
+/// The tower, and the image of a sequence as Megatron-Bridge's mock data for these recipes makes it (one image of 256 x 256
+/// pixels, `data/vlm_datasets/mock_provider.py`), after the four tokens that open a turn and an image in Qwen's template.
+fn vision(v: &Values) -> Option<Vision> {
+    const PIXELS: usize = 256;
+    const TOKENS_BEFORE: usize = 4;
+    let of = v.get("model.vision");
+    let size = |key: &str| of.get(key).and_then(serde_json::Value::as_u64).unwrap_or(0) as usize;
+    let list = |key: &str| -> Vec<usize> {
+        let list = of.get(key).and_then(serde_json::Value::as_array);
+        list.into_iter().flatten().filter_map(|n| Some(n.as_u64()? as usize)).collect()
+    };
+    let patch = size("patch_size").max(1);
+    (!of.is_null()).then(|| Vision {
+        depth: size("depth"),
+        hidden_size: size("hidden_size"),
+        ffn_hidden_size: size("intermediate_size"),
+        num_heads: size("num_heads").max(1),
+        patch_values: size("in_channels") * size("temporal_patch_size") * patch * patch,
+        table_side: size("num_position_embeddings").isqrt(),
+        side: PIXELS / patch,
+        start: TOKENS_BEFORE,
+        deepstack: list("deepstack_visual_indexes"),
+    })
+}
+
+fn diffusion(v: &Values, hidden: usize) -> Option<Diffusion> {
+    let of = v.get("model.diffusion");
+    let or = |key: &str, unset: usize| {
+        of.get(key).and_then(serde_json::Value::as_u64).map_or(unset, |n| n as usize)
+    };
+    let patch = or("patch_temporal", 1) * or("patch_spatial", 1).pow(2);
+    (!of.is_null()).then(|| Diffusion {
+        in_values: or("in_channels", 0) * patch,
+        out_values: or("out_channels", 0) * patch,
+        freq_dim: or("freq_dim", 0),
+        text_len: or("text_len", 0),
+        text_dim: or("text_dim", 0),
+        context_size: or("crossattn_emb_size", hidden),
+    })
+}
+
+/// Tokens of a sequence. A diffusion recipe's own length is a number that its model never reads: a video's patches stand for
+/// it unless a length was given.
+fn sequence(e: &Effective) -> usize {
+    let given = e.args.training.seq_length.is_some()
+        || ["dataset.seq_length", "model.seq_length"].iter().any(|key| e.explicit.contains(*key));
+    if e.values.is_set("model.diffusion") && !given {
+        return Diffusion::VIDEO.iter().product();
+    }
+    size(e, "dataset.seq_length")
 }
 
 fn mla(e: &Effective) -> Mla {

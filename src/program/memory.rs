@@ -7,6 +7,7 @@
 
 mod first_fit;
 
+use super::lanes::LAG;
 use super::{BufId, Lifetime, Program};
 use crate::ops::Access;
 use first_fit::{Placed, Taken};
@@ -67,7 +68,22 @@ pub(crate) fn lifetimes(program: &Program) -> Vec<Vec<(usize, usize)>> {
             }
         }
     }
+    keep_for_lanes(program, &mut live);
     live
+}
+
+/// What a side lane touches is kept until the main lane waits for it, or until it is written anew: no sooner use of the
+/// bytes would have to wait.
+fn keep_for_lanes(program: &Program, live: &mut [Vec<(usize, usize)>]) {
+    let end = program.launches.len().saturating_sub(1);
+    for (i, launch) in program.launches.iter().enumerate().filter(|(_, l)| l.lane > 0) {
+        for &id in &launch.args {
+            let ranges = &mut live[program.root(id).0.0 as usize];
+            let Some(at) = ranges.iter().position(|r| r.0 <= i && i <= r.1) else { continue };
+            let most = ranges.get(at + 1).map_or(end, |next| next.0 - 1);
+            ranges[at].1 = ranges[at].1.max((i + LAG).min(most));
+        }
+    }
 }
 
 /// Plans one arm. `captured[i]`: launch i lies in a graph. Buffers that captured launches touch form a
@@ -95,21 +111,20 @@ pub fn plan(program: &Program, captured: &[bool]) -> MemoryPlan {
     }
     out.live_peak_bytes = live_peak(program, &live);
     out.workspaces = vec![0; program.launches.len()];
+    let lanes = program.lanes();
     for region in [true, false] {
-        let base = out.arena_bytes;
-        let workspace = program
-            .launches
-            .iter()
-            .zip(captured)
-            .filter(|(_, c)| **c == region)
-            .map(|(l, _)| l.op.workspace())
-            .max();
-        for (i, c) in captured.iter().enumerate() {
-            if *c == region {
-                out.workspaces[i] = base;
+        let mut base = out.arena_bytes;
+        // One workspace a lane: launches of one lane follow each other.
+        for lane in 0..lanes {
+            let mut most = 0;
+            for (i, launch) in program.launches.iter().enumerate() {
+                if captured[i] == region && launch.lane == lane {
+                    out.workspaces[i] = base;
+                    most = most.max(launch.op.workspace());
+                }
             }
+            base += align(most);
         }
-        let base = base + align(workspace.unwrap_or(0));
         let members: Vec<usize> = (0..program.buffers.len())
             .filter(|&i| matches!(out.places[i], Place::Arena(_)) && touched_by_graph[i] == region)
             .collect();

@@ -1,6 +1,7 @@
 //! A step as data: buffers and an ordered list of launches. Knows ops by their trait, no device.
 
 pub mod builder;
+pub mod lanes;
 pub mod memory;
 
 use crate::ops::Op;
@@ -132,6 +133,8 @@ pub enum Part {
     /// Token generation, step words: outside every graph.
     Step,
     Embedding,
+    /// The image tower, and where its features meet the decoder's tokens.
+    Vision,
     Attn,
     Mlp,
     MoeRouter,
@@ -155,6 +158,7 @@ impl Part {
         match self {
             Part::Step => "step",
             Part::Embedding => "embedding",
+            Part::Vision => "vision",
             Part::Attn => "attn",
             Part::Mlp => "mlp",
             Part::MoeRouter => "moe_router",
@@ -241,6 +245,10 @@ impl Program {
     /// FLOPs of a step that the model asks for: what recompute does twice counts once.
     pub fn model_flops(&self) -> f64 {
         self.launches.iter().filter(|l| !l.recompute).map(|l| l.op.model_flops()).sum()
+    }
+    /// Streams of a step.
+    pub fn lanes(&self) -> usize {
+        self.launches.iter().map(|l| l.lane + 1).max().unwrap_or(1)
     }
     pub fn buffer(&self, id: BufId) -> &Buffer {
         &self.buffers[id.0 as usize]

@@ -228,7 +228,7 @@ columns! {
     compute_dtype Text r => r.facts.compute_dtype.as_str(), "Dtype that the kernels ran in.";
     num_gpus Int r => r.facts.num_gpus, "GPUs of the modelled job (`-ng`).";
     world_size Int r => r.facts.world_size, "Processes that ran.";
-    comm Text r => r.facts.comm.as_str(), "Collectives: `stand_in` (device copies of this rank's bytes), `nccl`, `tcp` or `none`.";
+    comm Text r => r.facts.comm.as_str(), "Collectives: `stand_in` (device copies of this rank's bytes), `nccl`, `tcp` (the CPU's), `nccl+stand_in` or `tcp+stand_in` where some groups are real, or `none`.";
     tp Int r => r.facts.tp, "Tensor-parallel size.";
     pp Int r => r.facts.pp, "Pipeline-parallel size.";
     cp Int r => r.facts.cp, "Context-parallel size.";
@@ -247,7 +247,7 @@ columns! {
     step_time_ms_median Float r => arm(r, |a| a.step_time_ms), "Median wall time of a step with one step of run-ahead.";
     step_time_ms_ci95_low Float r => arm(r, |a| a.step_time_ms_ci95.map(|c| c.0)), "Low end of the median's 95 % interval, from block medians (order statistics).";
     step_time_ms_ci95_high Float r => arm(r, |a| a.step_time_ms_ci95.map(|c| c.1)), "High end of it.";
-    host_submit_ms_median Float r => arm(r, |a| a.host_submit_ms), "Host time of issuing a step, waits left out; a full launch queue counts in (compare `host_submit_ms_sync_median`).";
+    host_submit_ms_median Float r => arm(r, |a| a.host_submit_ms), "Host time of issuing a step, waits left out; a full launch queue counts in, so that it comes near the step time where the device is the limit (compare `host_issue_ms_median`).";
     host_wait_ms_median Float r => arm(r, |a| a.host_wait_ms), "Host time waiting for the device inside a step (counts copied to the host).";
     device_span_ms_median Float r => arm(r, |a| a.device_span_ms), "Device time from a step's first event to its last, both outside graphs.";
     device_busy_ms Float r => arm(r, |a| a.device_busy_ms), "Union of the kernel intervals of a step, from a profiling pass made last.";
@@ -293,6 +293,7 @@ columns! {
     seed Int r => r.facts.seed, "Seed of weights, tokens, routing and dropout.";
     pp_rank Int r => r.facts.pp_rank, "Pipeline rank that was run.";
     stack_only Bool r => r.facts.stack_only, "Whether the layer stack alone was run.";
+    overlap_wgrad Bool r => r.facts.overlap_wgrad, "Whether weight gradients ran on a stream of their own.";
     tokens_routed Int r => r.facts.tokens_routed, "Rows that the router sent to experts in a step, equal in both arms.";
     tokens_padded Int r => r.facts.tokens_padded, "Rows added as padding by a capacity factor, in the last micro-batch that ran, over this rank's layers.";
     tokens_dropped Int r => r.facts.tokens_dropped, "Rows dropped by a capacity factor, in the last micro-batch that ran, over this rank's layers.";
@@ -301,7 +302,8 @@ columns! {
     blocks Int r => arm(r, |a| Some(a.blocks)), "Blocks of the arm with run-ahead.";
     steps_sync Int r => arm(r, |a| Some(a.steps_sync)), "Steps behind the `_sync` columns.";
     step_time_ms_sync_median Float r => arm(r, |a| a.step_time_ms_sync), "Median wall time of a step when every step is waited for.";
-    host_submit_ms_sync_median Float r => arm(r, |a| a.host_submit_ms_sync), "Host time of issuing a step to an idle device.";
+    host_submit_ms_sync_median Float r => arm(r, |a| a.host_submit_ms_sync), "Host time of issuing a step to an idle device; a step of more launches than the queue holds is still held up.";
+    host_issue_ms_median Float r => arm(r, |a| a.host_issue_ms), "Host time of issuing a step that the launch queue never holds up (a few steps, the device waited for every 256 launches, the waits left out): what issuing costs. Far below the step time: a faster host would win nothing.";
     device_span_ms_sync_median Float r => arm(r, |a| a.device_span_ms_sync), "Device span of a step issued to an idle device.";
     speedup_sync Float r => r.compared().and_then(|o| o.speedup_sync), "Speedup when every step is waited for.";
     speedup_cycles Float r => r.compared().and_then(|o| o.speedup_cycles), "Speedup in SM cycles: times the ratio of the arms' clocks.";
@@ -336,6 +338,11 @@ columns! {
     power_w_median Float r => arm(r, |a| a.health.power_w_median), "Median power over the blocks.";
     power_limit_w Float r => arm(r, |a| a.health.power_limit_w), "Power limit in force.";
     other_processes_max Int r => arm(r, |a| a.health.other_processes_max), "Most other processes seen computing on the GPU.";
+    real_groups Text r => r.facts.real_groups.clone(), "Groups whose ranks are all among the processes and whose collectives go over the wire, joined with `+`; empty for one process.";
+    comm_model Text r => r.facts.comm_model.clone(), "How long stood-in collectives take (`--comm_model`): `copy`, or the wire and its 10^9 bytes a second; empty where none is stood in for.";
+    rank_step_time_ms_min Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.0)), "Several processes: the fastest rank's own median step time. `step_time_ms_median` is of the slowest rank of each step.";
+    rank_step_time_ms_max Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.1)), "The slowest rank's own median step time.";
+    rank_skew_ms Float r => arm(r, |a| a.rank_skew_ms), "Median over steps of what the slowest rank took longer than the fastest.";
 }
 
 fn stopped_by(stopped: crate::measure::outcome::Stopped) -> &'static str {

@@ -31,8 +31,12 @@ pub struct RunFacts {
     /// GPUs of the modelled job, and processes that ran.
     pub num_gpus: usize,
     pub world_size: usize,
-    /// `stand_in`, `nccl`, `tcp` or `none`.
+    /// `stand_in`, `nccl`, `tcp`, the latter two with `+stand_in` where some groups are stood in for, or `none`.
     pub comm: String,
+    /// Groups whose ranks are all among the processes, joined with `+`; `None`: one process.
+    pub real_groups: Option<String>,
+    /// `--comm_model`, where there are stand-ins.
+    pub comm_model: Option<String>,
     pub tp: usize,
     pub pp: usize,
     pub cp: usize,
@@ -45,6 +49,7 @@ pub struct RunFacts {
     /// Layers of the local share.
     pub num_layers: usize,
     pub stack_only: bool,
+    pub overlap_wgrad: bool,
     pub seed: u64,
 
     /// `none`, `local`, `transformer_engine`.

@@ -40,7 +40,7 @@ fn title(facts: &RunFacts) -> String {
 }
 
 /// Figures shown for each arm: label, column of the table.
-const SHOWN: [(&str, &str); 16] = [
+const SHOWN: [(&str, &str); 17] = [
     ("step time, median [ms]", "step_time_ms_median"),
     ("  95 % interval, low", "step_time_ms_ci95_low"),
     ("  95 % interval, high", "step_time_ms_ci95_high"),
@@ -48,6 +48,7 @@ const SHOWN: [(&str, &str); 16] = [
     ("under the host model [ms]", "step_time_ms_modelled_median"),
     ("  host, modelled [ms]", "host_ms_modelled_median"),
     ("host submit [ms]", "host_submit_ms_median"),
+    ("  never held up by a full queue", "host_issue_ms_median"),
     ("host wait [ms]", "host_wait_ms_median"),
     ("device span [ms]", "device_span_ms_median"),
     ("device busy [ms]", "device_busy_ms"),

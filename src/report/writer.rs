@@ -12,6 +12,7 @@ use super::{blocks, profile, steps};
 use crate::measure::outcome::BlockRecord;
 use crate::measure::{StepRecord, StepSink};
 use crate::profile::Profile;
+use crate::ranks::control::RankStep;
 use appender::{Appender, encode, io_reason};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -103,6 +104,8 @@ pub struct Writer {
     /// Of `--profile` alone.
     profile: Option<Appender>,
     runs: Option<Appender>,
+    /// Steps as each rank saw them: of several processes alone.
+    ranks: Vec<Appender>,
     dialect: Dialect,
     /// Keeps what is written, for a workbook at the end.
     book: Option<Arc<Mutex<Book>>>,
@@ -141,6 +144,7 @@ impl Writer {
                     blocks: None,
                     profile: None,
                     runs: None,
+                    ranks: Vec::new(),
                     dialect,
                     book: None,
                     run_id: String::new(),
@@ -176,6 +180,7 @@ impl Writer {
             blocks,
             profile: None,
             runs,
+            ranks: Vec::new(),
             dialect,
             book: None,
             run_id: String::new(),
@@ -197,7 +202,12 @@ impl Writer {
     /// Files that hold nothing unless something is written to them.
     pub fn made(&self) -> Vec<PathBuf> {
         let all = [&self.rows, &self.steps, &self.blocks, &self.profile, &self.runs];
-        all.into_iter().flatten().filter(|f| f.created && f.regular).map(|f| f.path.clone()).collect()
+        all.into_iter()
+            .flatten()
+            .chain(&self.ranks)
+            .filter(|f| f.created && f.regular)
+            .map(|f| f.path.clone())
+            .collect()
     }
 
     /// Whether files stand beside the rows: not on standard output, nor beside a device.
@@ -214,6 +224,22 @@ impl Writer {
             let path = beside(path, "profile.csv");
             self.profile = Some(Appender::open(&path, profile::COLUMNS.to_vec(), self.dialect)?);
         }
+        Ok(())
+    }
+
+    /// Opens and checks a file of steps for each of so many ranks.
+    ///
+    /// # Errors
+    /// As [`Writer::open_in`].
+    pub fn expect_ranks(&mut self, ranks: usize) -> Result<(), OutputError> {
+        let Some(path) = self.path().filter(|_| self.has_neighbours()).map(Path::to_path_buf) else {
+            return Ok(());
+        };
+        let open = |rank| {
+            let path = beside(&path, &format!("rank{rank}.steps.csv"));
+            Appender::open(&path, steps::COLUMNS.to_vec(), self.dialect)
+        };
+        self.ranks = (0..ranks).map(open).collect::<Result<_, _>>()?;
         Ok(())
     }
 
@@ -289,5 +315,27 @@ impl StepSink for Writer {
         let records: Vec<Vec<String>> =
             steps.iter().map(|s| steps::values(&self.run_id, s).iter().map(Value::cell).collect()).collect();
         file.append(&records).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", file.path.display())))
+    }
+
+    fn rank_steps(&mut self, steps: &[StepRecord], of_ranks: &[Vec<RankStep>]) -> io::Result<()> {
+        for (rank, file) in self.ranks.iter_mut().enumerate() {
+            let seen = steps.iter().zip(of_ranks).filter_map(|(s, ranks)| {
+                let r = ranks.get(rank)?;
+                let own = StepRecord {
+                    submit_ms: r.submit_ms,
+                    wait_ms: r.wait_ms,
+                    device_span_ms: r.device_span_ms,
+                    wall_ms: r.wall_ms,
+                    loss: r.loss,
+                    grad_norm: r.grad_norm,
+                    ..*s
+                };
+                Some(steps::values(&self.run_id, &own).iter().map(Value::cell).collect::<Vec<String>>())
+            });
+            let records: Vec<Vec<String>> = seen.collect();
+            file.append(&records)
+                .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", file.path.display())))?;
+        }
+        Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Rules about numbers (judged first: later rules may rely on sane sizes) and about the rank layout (judged last).
 
 use super::{Effective, Rule};
-use crate::config::Parallel;
+use crate::config::{Ddp, Parallel};
 use crate::recipe::{MAX_LAYERS, layer_kinds};
 use crate::workloads::share::layout_stages;
 
@@ -260,6 +260,11 @@ pub fn layout_of(e: &Effective) -> Parallel {
         account_for_loss: e.values.on("model.account_for_loss_in_pipeline_split"),
         microbatch_group_size: optional("model.microbatch_group_size_per_vp_stage").filter(|n| *n > 0),
         use_distributed_optimizer: e.values.on("ddp.use_distributed_optimizer"),
+        ddp: Ddp {
+            overlap_grad_reduce: e.values.on("ddp.overlap_grad_reduce"),
+            bucket_size: optional("ddp.bucket_size").filter(|n| *n > 0),
+        },
+        world: Default::default(),
     }
 }
 

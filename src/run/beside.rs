@@ -1,6 +1,6 @@
 //! What stands beside a run: the watchdog, and the programs that `--extrapolate` times.
 
-use super::{open_device, plan, say};
+use super::{open_device, plan, ranks, say};
 use crate::args::Args;
 use crate::commands::{Usage, complain};
 use crate::device::DeviceError;
@@ -32,15 +32,17 @@ pub(super) fn watchdog(
     facts: Arc<Mutex<RunFacts>>,
     options: Options,
     target: Target,
+    several: bool,
 ) -> anyhow::Result<Beat> {
     let beat = Beat::default();
     let dialect = args.mbperf.csv_dialect;
-    let limit = limit(args)?;
+    let (limit, more) = ranks::watchdog_limit(args, several)?;
     if limit.is_zero() {
         return Ok(beat);
     }
     let expired = move |phase| {
-        let reason = guard::hang_message(phase, limit);
+        let reason =
+            if several { ranks::hang_message(0, phase, limit) } else { guard::hang_message(phase, limit) };
         if let Ok(facts) = facts.lock() {
             let rows = Row::without_outcome(&facts, &options, "failed", &reason);
             if let Err(e) = Writer::open_in(&target, dialect).and_then(|mut writer| writer.rows(&rows)) {
@@ -51,7 +53,8 @@ pub(super) fn watchdog(
         // Without the driver's own clean-up at exit, which would wait for the call that hangs.
         signal_hook::low_level::exit(1);
     };
-    guard::watch(beat.clone(), limit, expired).map_err(|e| super::threads::none("the watchdog", &e))?;
+    guard::watch(beat.clone(), limit + more, expired)
+        .map_err(|e| super::threads::none("the watchdog", &e))?;
     Ok(beat)
 }
 
@@ -92,7 +95,7 @@ pub(super) fn side_points(
         say(args, &format!("--extrapolate: a step of {count} micro-batches"));
         let mut cfg = resolved.config.clone();
         cfg.batch.num_microbatches = count;
-        let plan = plan(&cfg, false).map_err(internal)?;
+        let plan = plan(&cfg, false, args.mbperf.comm_model).map_err(internal)?;
         let mut executor = open_device(&plan, args, on_gpu, None, beat.clone())?;
         let options = Options {
             max_time_s: options.max_time_s * SIDE_SHARE,

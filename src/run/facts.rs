@@ -36,8 +36,13 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
         recipe_dtype: i.recipe_dtype.clone(),
         compute_dtype: i.compute_dtype.clone(),
         num_gpus: i.num_gpus,
-        world_size: 1,
+        world_size: p.world.size,
         comm: if stand_in { "stand_in" } else { "none" }.into(),
+        real_groups: share
+            .as_ref()
+            .map(|s| super::ranks::real_groups(&s.place, cfg.model.moe.is_some()))
+            .filter(|g| !g.is_empty()),
+        comm_model: stand_in.then(|| args.mbperf.comm_model.to_string()),
         tp: p.tp,
         pp: p.pp,
         cp: p.cp,
@@ -49,6 +54,7 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
         seq_length: b.seq_length,
         num_layers: share.as_ref().map_or(0, |s| s.layers.len()),
         stack_only: cfg.stack_only,
+        overlap_wgrad: cfg.overlap_wgrad,
         seed: cfg.seed,
         cuda_graph_impl: impl_name(cfg.graph.implementation).into(),
         cuda_graph_scope: cfg.graph.scope.iter().map(|s| scope_name(*s).to_string()).collect(),

@@ -4,13 +4,15 @@ use super::usage;
 use crate::args::{Args, AttentionKernels, DeviceChoice};
 use crate::capture::RunPlan;
 use crate::commands;
-use crate::device::DeviceError;
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::device::guard::{Beat, Guarded};
 use crate::device::inject::Inject;
+use crate::device::{DeviceError, Executor};
+use crate::ranks::control::{self, Share};
+use crate::ranks::lead::Leading;
 
 /// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
 pub(super) fn choose_device(args: &Args) -> anyhow::Result<bool> {
@@ -55,9 +57,16 @@ pub(super) fn open_device(
         Some(fault) if fault.kind.disturbs() => (Some(fault), None),
         other => (None, other),
     };
+    // Rank 0 has the other ranks do what its own device does.
+    let led = |device: Box<dyn Executor>| -> Box<dyn Executor> {
+        match control::team().map(|t| t.share) {
+            Some(Share::Lead(lead)) => Box::new(Leading::new(device, lead)),
+            _ => device,
+        }
+    };
     Guarded::open(beat, disturbing, || {
         if !on_gpu {
-            return Ok(Box::new(CpuExecutor::new(plan.clone(), failing, None)?));
+            return Ok(led(Box::new(CpuExecutor::new(plan.clone(), failing, None)?)));
         }
         let own = &args.mbperf;
         let options = CudaOptions {
@@ -72,8 +81,9 @@ pub(super) fn open_device(
                 },
                 deterministic: own.attention_deterministic,
             },
+            team: control::team(),
             ..Default::default()
         };
-        Ok(Box::new(CudaExecutor::new(plan, options)?))
+        Ok(led(Box::new(CudaExecutor::new(plan, options)?)))
     })
 }

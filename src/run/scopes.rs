@@ -96,7 +96,7 @@ fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
         };
         resolved.require_built()?;
         // A scope that finds no launch is none for this model.
-        let Ok(plan) = plan(&resolved.config, false) else { continue };
+        let Ok(plan) = plan(&resolved.config, false, args.mbperf.comm_model) else { continue };
         let (held, share) = captured(&plan);
         let graph = &resolved.config.graph;
         if !held.contains(&true) || !seen.insert((graph.implementation == Local, held)) {
@@ -161,7 +161,7 @@ pub(super) fn run(
     let mut tried = Vec::new();
     let code = sweep::each(jobs, |job| {
         let from = book.lock().map_or(0, |b| b.rows.len());
-        let ran = one(job.resolved, &job.args, interrupt, Some(&book));
+        let ran = one(job.resolved, &job.args, interrupt, Some(&book), None);
         let graph = book.lock().ok().and_then(|b| b.rows[from..].last().cloned());
         if let Some(row) = graph {
             tried.push(Tried::of_row(&row));

@@ -24,6 +24,17 @@ const SHAPES: [(usize, usize, usize, usize, usize); 10] = [
     (1, 8, 4, 257, 64),
 ];
 
+/// Without a mask: batch, query heads, key heads, queries, keys, head width. An image tower, cross-attention to a text, a
+/// rank's part of a video, groups, tails of both.
+const BOTH_WAYS: [(usize, usize, usize, usize, usize, usize); 6] = [
+    (2, 4, 4, 256, 256, 72),
+    (1, 4, 4, 384, 512, 128),
+    (1, 2, 2, 130, 520, 128),
+    (2, 4, 2, 128, 64, 64),
+    (1, 4, 1, 77, 130, 64),
+    (2, 2, 2, 64, 64, 72),
+];
+
 /// The options with another attention backend.
 pub fn with(options: &CudaOptions, backend: AttentionBackend) -> CudaOptions {
     CudaOptions { attention: AttentionChoice { backend, ..options.attention }, ..options.clone() }
@@ -49,7 +60,16 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
         dropout: None,
         ..AttnShape::default()
     });
-    let shapes: Vec<AttnShape> = shapes.collect();
+    let both_ways = BOTH_WAYS.iter().map(|&(batch, q_heads, kv_heads, seq, kv_len, head_dim)| AttnShape {
+        positions: Positions::whole(batch, seq),
+        kv_len,
+        q_heads,
+        kv_heads,
+        head_dim,
+        bidirectional: true,
+        ..AttnShape::default()
+    });
+    let shapes: Vec<AttnShape> = shapes.chain(both_ways).collect();
     let forward = shapes.iter().map(|s| Arc::new(AttnFwd { shape: s.clone() }) as Arc<dyn Op>);
     let backward = shapes.iter().map(|s| Arc::new(AttnBwd { shape: s.clone() }) as Arc<dyn Op>);
     for (name, ops) in names.into_iter().zip([forward.collect(), backward.collect::<Vec<_>>()]) {

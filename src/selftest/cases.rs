@@ -2,15 +2,18 @@
 //!
 //! Over 500 lines: one table of shapes, a function an op family, read side by side with the ops' own folders.
 
+mod images;
+
 use crate::config::ScoreFunction;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::Op;
 use crate::ops::attention::{AttnBwd, AttnFwd, AttnShape};
 use crate::ops::bias::{BiasAdd, BiasGrad, BiasProbGrad};
 use crate::ops::clamped_glu::{ClampedGluBwd, ClampedGluFwd, GluShape, QUICK_GELU, SILU};
-use crate::ops::collective::{Collective, CountsToHost, StandIn};
+use crate::ops::collective::held::HeldStandIn;
+use crate::ops::collective::{Collective, CountsToHost, RowPlan, StandIn};
 use crate::ops::columns::{JoinColumns, SplitColumns};
-use crate::ops::cross_entropy::{CrossEntropy, LossSum};
+use crate::ops::cross_entropy::{CrossEntropy, LossSum, VocabCrossEntropy, VocabStats};
 use crate::ops::delta_net::{CHUNK, DeltaBwd, DeltaFwd, DeltaShape};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
@@ -56,6 +59,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     moe(&mut add);
     mamba(&mut add);
     delta_net(&mut add);
+    images::add(&mut add);
     deepseek_v4(&mut add);
     out
 }
@@ -173,6 +177,7 @@ fn norm_and_rope(add: &mut Add) {
                 base: 5e5,
                 qk_norm,
                 scaling: None,
+                axes: None,
                 zero_centered: gated,
                 gated,
                 bias: false,
@@ -201,6 +206,7 @@ fn norm_and_rope(add: &mut Add) {
             base: 150_000.0,
             qk_norm: Some(1e-5),
             scaling: Some(yarn),
+            axes: None,
             zero_centered: false,
             gated: false,
             bias: false,
@@ -385,6 +391,7 @@ fn deepseek_v4(add: &mut Add) {
             expert_bias: hash.is_none(),
             groups: None,
             hash: hash.map(|salt| Hash { salt }),
+            first_token: 0,
         }));
         add(Arc::new(RouterBwd {
             tokens,
@@ -466,6 +473,9 @@ fn ends(add: &mut Add) {
             add(Arc::new(EmbeddingBwd { tokens, vocab, vocab_start: 0, hidden, grad }));
         }
         add(Arc::new(CrossEntropy { tokens, vocab, grad_scale: 1.0 / tokens as f32 }));
+        let (vocab_start, grad_scale) = (vocab, 1.0 / tokens as f32);
+        add(Arc::new(VocabStats { tokens, vocab, vocab_start }));
+        add(Arc::new(VocabCrossEntropy { tokens, vocab, vocab_start, ranks: 3, grad_scale }));
         add(Arc::new(LossSum { tokens, scale: 1.0 / tokens as f32 }));
         add(Arc::new(TokenGen { positions: Positions::whole(1, tokens), vocab, rng: RNG }));
     }
@@ -478,9 +488,14 @@ fn ends(add: &mut Add) {
         (Collective::Send, 12, 40, 2),
         (Collective::Receive, 12, 40, 2),
     ] {
-        add(Arc::new(StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 }));
+        let copies = StandIn { kind, rows, cols, ranks, dtype: DType::Bf16 };
+        add(Arc::new(HeldStandIn { copies: copies.clone(), ns: 2000 }));
+        add(Arc::new(copies));
     }
     add(Arc::new(CountsToHost { len: 129 }));
+    for (ranks, own, local) in [(1, 0, 1), (2, 1, 64), (8, 3, 5)] {
+        add(Arc::new(RowPlan { ranks, own, local, rows: 1000 }));
+    }
 }
 
 fn moe(add: &mut Add) {
@@ -505,6 +520,7 @@ fn moe(add: &mut Add) {
                 expert_bias,
                 groups: None,
                 hash: None,
+                first_token: 0,
             };
             add(Arc::new(RouterBwd {
                 tokens,
@@ -537,6 +553,7 @@ fn moe(add: &mut Add) {
                 expert_bias,
                 groups: Some(Groups { count, chosen }),
                 hash: None,
+                first_token: 0,
             }));
         }
     }

@@ -44,6 +44,9 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<S
     if let Some(mla) = &cfg.model.mla {
         return super::mla::weights(cfg, mla, share, index);
     }
+    if let Some(d) = &cfg.model.diffusion {
+        return super::dit::attention_weights(cfg, d, share, index);
+    }
     let (m, d) = (&cfg.model, dims(cfg, share));
     let (q_all, kv_all) = (m.num_attention_heads * d.head, m.num_query_groups * d.head);
     let name = |what: &str| format!("layer{index}.attn.{what}.weight");
@@ -84,6 +87,7 @@ impl Stack<'_> {
             base: m.rotary_base,
             qk_norm: m.qk_layernorm.then_some(m.layernorm_epsilon),
             scaling: m.rope_scaling,
+            axes: self.text_axes(),
             zero_centered: m.zero_centered_norms,
             gated: m.attention_output_gate,
             bias: m.qkv_bias() && !m.qk_layernorm && !m.attention_output_gate,
@@ -145,6 +149,9 @@ impl Stack<'_> {
         }
         if let Some(mla) = &self.cfg.model.mla {
             return self.mla_forward(l, mla, x);
+        }
+        if let Some(d) = &self.cfg.model.diffusion {
+            return self.dit_attention_forward(l, d, x);
         }
         self.b.at(Some(l), Part::Attn, Pass::Forward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);
@@ -208,6 +215,9 @@ impl Stack<'_> {
         }
         if let Some(mla) = &self.cfg.model.mla {
             return self.mla_backward(l, mla, x, dout);
+        }
+        if let Some(d) = &self.cfg.model.diffusion {
+            return self.dit_attention_backward(l, d, x, dout);
         }
         self.b.at(Some(l), Part::Attn, Pass::Backward);
         let (d, t, h) = (dims(self.cfg, self.share), self.tokens, self.cfg.model.hidden_size);

@@ -2,7 +2,7 @@
 //! (Megatron-Core `_update_router_expert_bias`). A bare stack keeps it at zero.
 
 use super::Stack;
-use crate::ops::collective::{Collective, StandIn};
+use crate::ops::collective::{Collective, Exchange, Kind, StandIn};
 use crate::ops::router::{CountAdd, ExpertBiasUpdate};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Shard};
 
@@ -58,7 +58,10 @@ impl Stack<'_> {
         let bias = self.of_all_layers("moe.expert_bias", DType::F32, experts);
         let (p, layers) = (&self.cfg.parallel, self.share.layers.len());
         let ranks = p.tp * p.dp * p.cp;
-        if ranks > 1 {
+        if let Some(group) = self.share.place.world.clone().filter(|g| g.len() == ranks) {
+            let (kind, rows) = (Kind::AllReduce, layers);
+            self.b.launch(Exchange { kind, group, rows, cols: experts, dtype: DType::I32 }, &[total]);
+        } else if ranks > 1 {
             let op = StandIn {
                 kind: Collective::AllReduce,
                 rows: layers,

@@ -130,6 +130,25 @@ fn dropped() -> RunConfig {
     cfg
 }
 
+/// Each has its own time step.
+fn two_videos() -> RunConfig {
+    let mut cfg = diffusion();
+    cfg.model.layers.truncate(1);
+    (cfg.batch.micro_batch_size, cfg.batch.num_microbatches) = (2, 1);
+    cfg
+}
+
+/// Every block of the tower feeds DeepStack, and the decoder has one layer.
+fn vision_levels() -> RunConfig {
+    let mut cfg = vision();
+    cfg.model.layers.truncate(1);
+    (cfg.batch.micro_batch_size, cfg.batch.num_microbatches) = (2, 1);
+    if let Some(v) = &mut cfg.model.vision {
+        v.deepstack = vec![0, 1];
+    }
+    cfg
+}
+
 /// Checks a configuration whose random choices do not depend on its weights; returns how many weights it has.
 fn check(what: &str, mut cfg: RunConfig) -> usize {
     cfg.optimizer.kind = "none".into();
@@ -170,6 +189,10 @@ fn every_weight_has_the_gradient_of_the_loss() {
         ("hybrid", hybrid()),
         ("delta_net", delta_net()),
         ("gpt_oss", gpt_oss()),
+        ("vision", vision()),
+        ("diffusion", diffusion()),
+        ("diffusion of two videos", two_videos()),
+        ("vision in two sequences, all DeepStack levels after one layer", vision_levels()),
         ("deepseek_v4", deepseek_v4()),
     ] {
         assert!(check(what, cfg) >= 13, "{what}");

@@ -4,7 +4,8 @@ use super::share::RankShare;
 use super::weights::Spec;
 use super::{Stack, WorkloadError};
 use crate::config::RunConfig;
-use crate::ops::cross_entropy::{CrossEntropy, LossSum};
+use crate::ops::collective::{Exchange, Kind};
+use crate::ops::cross_entropy::{CrossEntropy, LossSum, STATS, VocabCrossEntropy, VocabStats};
 use crate::ops::embedding::{EmbeddingBwd, EmbeddingFwd};
 use crate::program::{BufId, DType, Part, Pass};
 
@@ -33,7 +34,7 @@ impl Stack<'_> {
         EmbeddingFwd {
             tokens: self.tokens,
             vocab: self.share.vocab,
-            vocab_start: 0,
+            vocab_start: self.share.place.tp * self.share.vocab,
             hidden: self.cfg.model.hidden_size,
         }
     }
@@ -56,7 +57,7 @@ impl Stack<'_> {
         let op = EmbeddingBwd {
             tokens: self.tokens,
             vocab: self.share.vocab,
-            vocab_start: 0,
+            vocab_start: self.share.place.tp * self.share.vocab,
             hidden: h,
             grad: self.grad_dtype(),
         };
@@ -108,10 +109,24 @@ impl Stack<'_> {
         self.forward_product(logits, y, head_w.value, t, v, h, None);
 
         self.b.at(None, Part::Loss, Pass::Forward);
-        let scale = 1.0 / (t * self.cfg.batch.num_microbatches) as f32;
+        let scale = 1.0 / (t * self.cfg.batch.num_microbatches * self.share.place.summed()) as f32;
         let per_token = self.b.activation("loss.per_token", DType::F32, &[t]);
         let grad_scale = scale * weight as f32;
-        self.b.launch(CrossEntropy { tokens: t, vocab: v, grad_scale }, &[logits, labels, per_token]);
+        match self.share.place.tensor.clone() {
+            None => {
+                self.b.launch(CrossEntropy { tokens: t, vocab: v, grad_scale }, &[logits, labels, per_token])
+            }
+            Some(group) => {
+                let (ranks, vocab_start) = (group.len(), group.own * v);
+                let own = self.b.activation("loss.stats", DType::F32, &[t, STATS]);
+                let all = self.b.activation("loss.all_stats", DType::F32, &[ranks, t, STATS]);
+                self.b.launch(VocabStats { tokens: t, vocab: v, vocab_start }, &[logits, labels, own]);
+                let kind = Kind::AllGather;
+                self.b.launch(Exchange { kind, group, rows: t, cols: STATS, dtype: DType::F32 }, &[own, all]);
+                let op = VocabCrossEntropy { tokens: t, vocab: v, vocab_start, ranks, grad_scale };
+                self.b.launch(op, &[logits, labels, all, per_token]);
+            }
+        }
         self.b.launch(LossSum { tokens: t, scale }, &[per_token, loss]);
         Ok(())
     }

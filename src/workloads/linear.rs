@@ -5,10 +5,11 @@ use super::Stack;
 use super::weights::Weight;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::bias::{BiasAdd, BiasGrad};
-use crate::ops::collective::{Collective, StandIn};
+use crate::ops::collective::{Collective, Exchange, Kind, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, gradient_is_whole, partials};
+use crate::ops::rng::Rng;
 use crate::program::{BufId, DType};
 
 impl Stack<'_> {
@@ -193,6 +194,11 @@ impl Stack<'_> {
             return x;
         }
         let out = self.act(l, &format!("{name}.gathered"), &[self.tokens, cols]);
+        if let Some(group) = self.share.place.tensor.clone() {
+            let (kind, rows) = (Kind::AllGather, self.split_tokens);
+            self.b.launch(Exchange { kind, group, rows, cols, dtype: DType::Bf16 }, &[x, out]);
+            return out;
+        }
         self.b.launch(
             StandIn {
                 kind: Collective::AllGather,
@@ -212,6 +218,11 @@ impl Stack<'_> {
         let ranks = self.cfg.parallel.tp;
         if self.split() {
             let out = self.act(l, &format!("{name}.reduced"), &[self.split_tokens, cols]);
+            if let Some(group) = self.share.place.tensor.clone() {
+                let (kind, rows) = (Kind::ReduceScatter, self.split_tokens);
+                self.b.launch(Exchange { kind, group, rows, cols, dtype: DType::Bf16 }, &[x, out]);
+                return out;
+            }
             self.b.launch(
                 StandIn {
                     kind: Collective::ReduceScatter,
@@ -224,7 +235,10 @@ impl Stack<'_> {
             );
             return out;
         }
-        if ranks > 1 && !self.cfg.stack_only {
+        if let Some(group) = self.share.place.tensor.clone() {
+            let (kind, rows) = (Kind::AllReduce, self.tokens);
+            self.b.launch(Exchange { kind, group, rows, cols, dtype: DType::Bf16 }, &[x]);
+        } else if ranks > 1 && !self.cfg.stack_only {
             self.b.launch(
                 StandIn { kind: Collective::AllReduce, rows: self.tokens, cols, ranks, dtype: DType::Bf16 },
                 &[x],
@@ -239,12 +253,15 @@ impl Stack<'_> {
     }
 
     fn hidden_dropout(&mut self, l: usize, name: &str) -> Dropout {
-        let seed = self.model_seed();
-        let index = self.share.layers[l].index;
-        Dropout {
-            p: self.cfg.model.hidden_dropout,
-            rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed),
+        // Rows that every tensor rank has are dropped alike.
+        let alike = if self.split() { 0 } else { self.share.place.tp as u32 };
+        let seed = self.model_seed() - alike;
+        let (index, p) = (self.share.layers[l].index, self.cfg.model.hidden_dropout);
+        if p == 0.0 && self.share.place.world.is_some() {
+            // Nothing is drawn, and no number taken: routing must not depend on how many tensor ranks there are.
+            return Dropout { p, rng: Rng { seed_offset: 0, draw: 0 } };
         }
+        Dropout { p, rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed) }
     }
 
     /// The product that ends a part, with bias and residual: `residual + dropout(reduce(x w^T) + bias)`.

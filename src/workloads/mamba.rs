@@ -46,8 +46,9 @@ pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Resul
         (2 * all_inner + 2 * all_mats, heads),
     ];
     let width = 2 * inner + 2 * mats + heads;
+    let first = share.place.tp * heads;
     let per_head = |what: &str, parameter: u32, value: &dyn Fn(f64) -> f64| {
-        let values = (0..heads).map(|h| value(draw(cfg, index, parameter, h))).collect();
+        let values = (first..first + heads).map(|h| value(draw(cfg, index, parameter, h))).collect();
         Spec { init: Init::Values { values }, ..Spec::constant(name(what), heads, 0.0) }
     };
     let a_log = |u: f64| (A_RANGE.0 + (A_RANGE.1 - A_RANGE.0) * u).ln();

@@ -13,6 +13,9 @@ use crate::ops::swiglu::{SwigluBwd, SwigluFwd};
 use crate::program::{BufId, DType, Part, Pass};
 
 pub(super) fn weights(cfg: &RunConfig, share: &RankShare, index: usize) -> Vec<Spec> {
+    if cfg.model.diffusion.is_some() {
+        return super::dit::mlp_weights(cfg, share, index);
+    }
     let (m, f) = (&cfg.model, share.ffn);
     let name = |what: &str| format!("layer{index}.mlp.{what}.weight");
     let mut out = vec![Spec::ones(name("norm"), m.hidden_size)];
@@ -55,6 +58,9 @@ fn with_bias(args: &[BufId], bias: Option<BufId>) -> Vec<BufId> {
 impl Stack<'_> {
     /// `x -> x + mlp(norm(x))`, `[split_tokens, hidden]`.
     pub(super) fn mlp_forward(&mut self, l: usize, x: BufId) -> Result<BufId, WorkloadError> {
+        if let Some(d) = &self.cfg.model.diffusion {
+            return self.dit_mlp_forward(l, d, x);
+        }
         self.b.at(Some(l), Part::Mlp, Pass::Forward);
         let index = self.share.layers[l].index;
         let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);
@@ -71,6 +77,9 @@ impl Stack<'_> {
     }
 
     pub(super) fn mlp_backward(&mut self, l: usize, x: BufId, dout: BufId) -> Result<BufId, WorkloadError> {
+        if let Some(d) = &self.cfg.model.diffusion {
+            return self.dit_mlp_backward(l, d, x, dout);
+        }
         self.b.at(Some(l), Part::Mlp, Pass::Backward);
         let index = self.share.layers[l].index;
         let (h, f) = (self.cfg.model.hidden_size, self.share.ffn);

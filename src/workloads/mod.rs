@@ -4,6 +4,7 @@
 
 mod attention;
 mod delta_net;
+mod dit;
 mod expert_bias;
 #[cfg(test)]
 mod gradients;
@@ -12,12 +13,14 @@ mod hyper;
 #[cfg(test)]
 mod launches;
 mod linear;
+mod linear_biased;
 mod mamba;
 mod mla;
 mod mlp;
 mod moe;
 mod mtp;
 mod optimizer;
+mod place;
 mod recompute;
 pub mod schedule;
 pub mod share;
@@ -25,8 +28,8 @@ mod shared_kv;
 pub mod shrink;
 mod step;
 #[cfg(test)]
-#[cfg(test)]
 pub mod testing;
+mod vision;
 mod weights;
 
 pub use moe::capacity;
@@ -97,6 +100,8 @@ struct Stack<'a> {
     ids: Option<BufId>,
     /// The micro-batch whose draws come next, as the launches so far leave it in the step words.
     drawing: usize,
+    /// Buckets (flat gradients, first element) whose reduction runs beside the backward pass, with its launch.
+    reduced: Vec<(BufId, usize, usize)>,
     /// Forward launches that the backward pass repeats.
     regions: Vec<recompute::Region>,
 }
@@ -119,8 +124,9 @@ impl Stack<'_> {
     fn act_as(&mut self, l: usize, what: &str, dtype: DType, shape: &[usize]) -> BufId {
         self.b.activation(&format!("l{}.{what}", self.place(l)), dtype, shape)
     }
-    /// Seed offset of the model-parallel state of this stage.
+    /// Seed offset of the model-parallel state of this stage and tensor rank.
     fn model_seed(&self) -> u32 {
-        MODEL_PARALLEL_SEED + PIPELINE_SEED * self.cfg.parallel.pp_rank as u32
+        let p = &self.cfg.parallel;
+        MODEL_PARALLEL_SEED + self.share.place.tp as u32 + PIPELINE_SEED * p.pp_rank as u32
     }
 }

@@ -8,10 +8,10 @@ use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Shard};
 
 /// Elements of one message of the data-parallel reduction: the recipes' `ddp_bucket_size`
 /// (facts: 134217728 in every recipe that sets it).
-const BUCKET_ELEMENTS: usize = 134_217_728;
+pub(super) const BUCKET_ELEMENTS: usize = 134_217_728;
 /// Partial sums of the gradient norm of one flat buffer: enough blocks for any GPU, few enough that the
 /// last sum is one block.
-const NORM_PARTIALS: usize = 1024;
+pub(super) const NORM_PARTIALS: usize = 1024;
 
 impl Stack<'_> {
     /// Data-parallel reduce-scatter of the main gradients, bucket by bucket (stand-ins).
@@ -37,7 +37,7 @@ impl Stack<'_> {
         }
     }
 
-    fn in_place_buckets(&mut self, whole: BufId, len: usize, ranks: usize) {
+    pub(super) fn in_place_buckets(&mut self, whole: BufId, len: usize, ranks: usize) {
         if ranks <= 1 {
             return;
         }

@@ -1,6 +1,6 @@
 //! One rank's share of the job: its layers, heads, experts, vocabulary rows and tokens.
 //!
-//! The rank is tensor, context and expert rank 0 of the asked pipeline stage. What does not divide is an error
+//! One process is tensor, context and expert rank 0 of the asked pipeline stage; of several each has its [`Place`]. What does not divide is an error
 //! with the numbers; nothing is rounded.
 
 mod layout;
@@ -10,6 +10,7 @@ use thiserror::Error;
 pub use layout::{Stage, layout_stages, pipeline_stages};
 
 use crate::config::{LayerKind, RunConfig};
+use crate::ranks::groups::Place;
 use crate::recipe::{DELTA_NET, LayerError, Values, layer_kinds, padded_vocab};
 
 /// What a share is computed from; [`RankShare::of`] fills it from a run's configuration.
@@ -109,6 +110,8 @@ pub struct RankShare {
     pub dp: usize,
     /// Micro-batches a step.
     pub num_microbatches: usize,
+    /// Which rank this is where several processes run.
+    pub place: Place,
 }
 
 /// One layer of the local stack.
@@ -144,7 +147,8 @@ impl RankShare {
     /// # Errors
     /// What [`RankShare::from_input`] reports.
     pub fn of(config: &RunConfig) -> Result<RankShare, ShareError> {
-        RankShare::from_input(&ShareInput::of(config))
+        let share = RankShare::from_input(&ShareInput::of(config))?;
+        Ok(RankShare { place: Place::of(&config.parallel), ..share })
     }
 
     /// # Errors
@@ -255,6 +259,7 @@ impl RankShare {
             tokens_sequence_parallel,
             dp,
             num_microbatches: input.global_batch / product(&[micro_batch, dp]),
+            place: Place::default(),
         })
     }
 }

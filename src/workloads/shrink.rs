@@ -27,6 +27,17 @@ const DELTA_GROUP: usize = 2;
 const DELTA_WIDTH: usize = 32;
 /// Keys of a sliding window: some tiles of a sequence lie outside.
 const WINDOW: usize = 24;
+/// The image tower: blocks, width of its heads, patches of the image in a row (16 tokens of it), and rows of its table.
+const TOWER_DEPTH: usize = 2;
+const TOWER_HEAD: usize = 24;
+const TOWER_HEADS: usize = 2;
+const TOWER_FFN: usize = 96;
+const TOWER_SIDE: usize = 8;
+const TOWER_TABLE: usize = 12;
+/// Text of a diffusion transformer, its width, and that of the time step's sines.
+const TEXT: usize = 16;
+const TEXT_WIDTH: usize = 64;
+const TIME_WIDTH: usize = 32;
 /// Largest size of each parallel group: enough that its stand-in collectives are there.
 const GROUP: usize = 2;
 /// Most pipeline stages: a first, a last and stages between; and most model chunks of one.
@@ -103,7 +114,28 @@ pub fn shrink(cfg: &mut RunConfig, given: Given) -> String {
         m.hidden_size = m.hidden_size.min(HIDDEN);
     }
     let ratio = (m.num_attention_heads / m.num_query_groups.max(1)).max(1);
+    let pairs = m.kv_channels;
     m.kv_channels = m.kv_channels.min(HEAD_WIDTH);
+    if let Some(section) = &mut m.mrope_section {
+        *section = section.map(|n| n * m.kv_channels / pairs.max(1));
+    }
+    if let Some(d) = &mut m.diffusion {
+        d.text_len = d.text_len.min(TEXT);
+        d.text_dim = d.text_dim.min(TEXT_WIDTH);
+        d.freq_dim = d.freq_dim.min(TIME_WIDTH);
+        d.context_size = d.context_size.min(m.hidden_size);
+    }
+    if let Some(tower) = &mut m.vision {
+        // The last block's output is merged anyway; DeepStack takes from those before it.
+        let depth = tower.depth.min(TOWER_DEPTH.max(tower.deepstack.len().min(1) + 1));
+        tower.deepstack = (0..tower.deepstack.len().min(depth.saturating_sub(1))).collect();
+        tower.depth = depth;
+        tower.num_heads = tower.num_heads.min(TOWER_HEADS);
+        tower.hidden_size = tower.hidden_size.min(tower.num_heads * TOWER_HEAD);
+        tower.ffn_hidden_size = tower.ffn_hidden_size.min(TOWER_FFN);
+        tower.side = tower.side.min(TOWER_SIDE);
+        tower.table_side = tower.table_side.min(TOWER_TABLE);
+    }
     m.num_query_groups = m.num_query_groups.min((HEADS / ratio.min(HEADS)).max(tp));
     m.num_attention_heads = m.num_query_groups * ratio.min(HEADS);
     m.ffn_hidden_size = m.ffn_hidden_size.min(FFN);

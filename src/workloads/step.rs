@@ -16,7 +16,7 @@ use crate::ops::rng::{WORD_LR, WORD_SEED_HI, WORD_SEED_LO, WORDS};
 use crate::ops::rope::Positions;
 use crate::ops::step::{Copy, MicroBatchSet, RandomFill, StepBegin, StepEnd, TokenGen, Zero};
 use crate::program::builder::Builder;
-use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program};
+use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Program, lanes};
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -78,6 +78,7 @@ pub(super) fn build_in_order(
         accumulate,
         ids: None,
         drawing: 0,
+        reduced: Vec::new(),
         regions: Vec::new(),
     };
     if cfg.stack_only {
@@ -87,7 +88,14 @@ pub(super) fn build_in_order(
     }
     let Stack { mut b, regions, .. } = s;
     b.program.graph_per_micro_batch = cfg.parallel.pp > 1;
-    b.finish().and_then(|program| recompute::insert(program, &regions)).map_err(WorkloadError::Internal)
+    let mut program = b
+        .finish()
+        .and_then(|program| recompute::insert(program, &regions))
+        .map_err(WorkloadError::Internal)?;
+    if cfg.overlap_wgrad {
+        lanes::spread_weight_gradients(&mut program);
+    }
+    Ok(program)
 }
 
 fn step_end(cfg: &RunConfig) -> StepEnd {
@@ -119,6 +127,7 @@ impl Stack<'_> {
                 x = self.hyper_leave(l, *sublayer, x, out, kept)?;
                 inputs.push(out);
             }
+            x = self.deepstack_forward(l, x);
             self.recomputed_layer(l, x);
         }
         Ok((x, inputs))
@@ -131,6 +140,7 @@ impl Stack<'_> {
         mut inputs: Vec<BufId>,
     ) -> Result<BufId, WorkloadError> {
         for l in layers.rev() {
+            self.deepstack_backward(l, dx);
             for sublayer in sublayers(self.share.layers[l].kind)?.iter().rev() {
                 let (Some(out), Some(x)) = (inputs.pop(), inputs.pop()) else {
                     return Err(WorkloadError::Internal("more backward than forward parts".into()));
@@ -164,6 +174,9 @@ impl Stack<'_> {
         let dout = given(self, "stack.output_grad", GIVEN_GRADIENT_STD);
         let layers = 0..self.share.layers.len();
         let (out, inputs) = self.forward(layers.clone(), x)?;
+        if let Some(d) = &self.cfg.model.diffusion {
+            self.dit_begin_backward(d);
+        }
         let dx = self.backward(layers, dout, inputs)?;
         // Both ends of the stack outlive the step, so that the arms can be compared on them.
         for id in [out, dx] {
@@ -201,15 +214,21 @@ impl Stack<'_> {
                 let passed = in_flight.remove(&key).ok_or_else(|| {
                     WorkloadError::Internal("a backward pass before its forward pass".into())
                 })?;
-                self.backward_pass(turn.chunk, ids, passed)?;
+                let last = turn.micro_batch + 1 == cfg.batch.num_microbatches;
+                self.backward_pass(turn.chunk, ids, passed, last)?;
             }
         }
         (self.b.slot, self.b.micro_batch) = (0, 0);
         self.move_expert_bias();
-        self.reduce_gradients();
-        self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
+        if cfg.parallel.world.is_one() {
+            self.reduce_gradients();
+            self.b.program.digest.extend(self.weights.flats.iter().map(|f| f.grads));
+        } else {
+            self.reduce_over_ranks();
+            self.share_loss(loss);
+        }
         if cfg.optimizer.kind != "none" {
-            self.optimizer();
+            if cfg.parallel.world.is_one() { self.optimizer() } else { self.optimize_over_ranks() }
         }
         self.b.at(None, Part::Optimizer, Pass::Other);
         self.b.launch(step_end(cfg), &[self.words]);
@@ -220,6 +239,7 @@ impl Stack<'_> {
     /// The next launches belong to this micro-batch and draw its random numbers.
     fn draw_for(&mut self, micro_batch: usize) -> Result<(), WorkloadError> {
         self.b.micro_batch = micro_batch;
+        let micro_batch = self.share.place.micro_batch(micro_batch);
         if self.drawing != micro_batch {
             self.drawing = micro_batch;
             let micro_batch = u32::try_from(micro_batch)
@@ -237,9 +257,13 @@ impl Stack<'_> {
         }
         self.draw_for(mb)?;
         self.b.at(None, Part::Step, Pass::Other);
+        if let Some(d) = &self.cfg.model.diffusion {
+            return Ok(Some(MicroBatch::Video(self.video_sample(d, mb)?)));
+        }
         let main = self.tokens_of(&format!("mb{mb}"));
         let mtp = self.mtp_tokens(mb)?;
-        Ok(Some(MicroBatch { main, mtp }))
+        let pixels = self.pixels(mb);
+        Ok(Some(MicroBatch::Text { main, mtp, pixels }))
     }
 
     /// Draws ids and labels `[tokens]`. They outlive the step, small as they are: static inputs of a full-iteration graph,
@@ -256,10 +280,8 @@ impl Stack<'_> {
         });
         let rng = self.b.rng("tokens", 0);
         // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
-        self.b.launch(
-            TokenGen { positions: self.positions, vocab: self.share.vocab, rng },
-            &[self.words, ids, labels],
-        );
+        let vocab = self.share.vocab * self.share.place.tensor.as_ref().map_or(1, |g| g.len());
+        self.b.launch(TokenGen { positions: self.positions, vocab, rng }, &[self.words, ids, labels]);
         Tokens { ids, labels }
     }
 
@@ -295,22 +317,35 @@ impl Stack<'_> {
         loss: BufId,
     ) -> Result<InFlight, WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
-        self.ids = tokens.and_then(|t| self.routing_ids(&layers, t.main.ids));
+        self.ids = match tokens {
+            Some(MicroBatch::Text { main, .. }) => self.routing_ids(&layers, main.ids),
+            _ => None,
+        };
         let x = match tokens.filter(|_| first) {
-            Some(t) => {
-                let x = self.embed_as("embedding", t.main.ids)?;
+            Some(MicroBatch::Text { main, pixels, .. }) => {
+                let x = self.embed_as("embedding", main.ids)?;
+                let x = self.vision_forward(*pixels, x)?;
                 self.expand_streams(layers.start, "embedding", x, None)
             }
+            Some(MicroBatch::Video(sample)) => match &self.cfg.model.diffusion {
+                Some(d) => self.dit_begin(d, *sample)?,
+                None => return Err(WorkloadError::Internal("a video without its transformer".into())),
+            },
             None => self.receive(chunk, "input", GIVEN_INPUT_STD, Pass::Forward),
         };
         let (out, inputs) = self.forward(layers, x)?;
         let mut mtp = Vec::new();
         match tokens.filter(|_| last) {
-            Some(t) => {
+            Some(MicroBatch::Text { main, mtp: ahead, .. }) => {
                 let y = self.final_norm(out)?;
-                mtp = self.mtp_forward(if self.hyper() { out } else { y }, &t.mtp)?;
-                self.head_and_loss(y, t.main.labels, loss)?;
-                self.mtp_losses(&t.mtp)?;
+                mtp = self.mtp_forward(if self.hyper() { out } else { y }, ahead)?;
+                self.head_and_loss(y, main.labels, loss)?;
+                self.mtp_losses(ahead)?;
+            }
+            Some(MicroBatch::Video(sample)) => {
+                if let Some(d) = &self.cfg.model.diffusion {
+                    self.dit_head(d, out, *sample, loss)?;
+                }
             }
             None => self.send("output", out, Pass::Forward),
         }
@@ -322,21 +357,38 @@ impl Stack<'_> {
         chunk: usize,
         tokens: Option<&MicroBatch>,
         passed: InFlight,
+        last_micro_batch: bool,
     ) -> Result<(), WorkloadError> {
         let (layers, first, last) = self.chunk(chunk)?;
         let dout = match tokens.filter(|_| last) {
-            Some(t) => {
-                let of_mtp = self.mtp_backward(passed.mtp, &t.mtp)?;
+            Some(MicroBatch::Text { mtp, .. }) => {
+                let of_mtp = self.mtp_backward(passed.mtp, mtp)?;
                 self.head_backward(passed.out, of_mtp)?
             }
+            Some(MicroBatch::Video(_)) => match &self.cfg.model.diffusion {
+                Some(d) => {
+                    self.dit_begin_backward(d);
+                    self.dit_head_backward(d, passed.out)?
+                }
+                None => return Err(WorkloadError::Internal("a video without its transformer".into())),
+            },
             None => self.receive(chunk, "output_grad", GIVEN_GRADIENT_STD, Pass::Backward),
         };
-        let dx = self.backward(layers, dout, passed.inputs)?;
+        let dx = match self.overlaps_reduction(last_micro_batch) {
+            true => self.backward_and_reduce(layers, dout, passed.inputs)?,
+            false => self.backward(layers, dout, passed.inputs)?,
+        };
         match tokens.filter(|_| first) {
-            Some(t) => {
+            Some(MicroBatch::Text { main, pixels, .. }) => {
                 self.b.at(None, Part::Embedding, Pass::Backward);
                 let dx = self.sum_streams(0, "embedding", dx);
-                self.embed_backward(t.main.ids, dx)?
+                let dx = self.vision_backward(*pixels, dx)?;
+                self.embed_backward(main.ids, dx)?
+            }
+            Some(MicroBatch::Video(sample)) => {
+                if let Some(d) = &self.cfg.model.diffusion {
+                    self.dit_end(d, *sample, dx)?;
+                }
             }
             None => self.send("input_grad", dx, Pass::Backward),
         }
@@ -376,10 +428,16 @@ impl Stack<'_> {
     }
 }
 
-/// Static buffers of one micro-batch: its tokens, and those of every depth of multi-token prediction.
-struct MicroBatch {
-    main: Tokens,
-    mtp: Vec<Tokens>,
+/// Static buffers of one micro-batch.
+enum MicroBatch {
+    Text {
+        main: Tokens,
+        /// Of every depth of multi-token prediction.
+        mtp: Vec<Tokens>,
+        /// Flattened patches of the images, where the rank has the tower.
+        pixels: Option<BufId>,
+    },
+    Video(super::dit::VideoSample),
 }
 
 #[derive(Debug, Clone, Copy)]

@@ -42,6 +42,9 @@ pub fn dense() -> RunConfig {
             rotary_base: 1e4,
             rotary_percent: 1.0,
             rope_scaling: None,
+            mrope_section: None,
+            vision: None,
+            diffusion: None,
             tied_embeddings: false,
             init_method_std: 0.02,
             attention_dropout: 0.0,
@@ -74,6 +77,8 @@ pub fn dense() -> RunConfig {
             account_for_loss: false,
             microbatch_group_size: None,
             use_distributed_optimizer: true,
+            ddp: Ddp::default(),
+            world: World::default(),
         },
         batch: Batch {
             micro_batch_size: 1,
@@ -110,6 +115,7 @@ pub fn dense() -> RunConfig {
             grad_dtype: "bf16".into(),
         },
         stack_only: false,
+        overlap_wgrad: false,
         seed: 1234,
         approximations: vec![],
         not_built: vec![],
@@ -167,6 +173,44 @@ pub fn padded() -> RunConfig {
         moe.pad_to_capacity = true;
         moe.force_load_balancing = false;
     }
+    cfg
+}
+
+/// A vision-language model in small: two blocks on an image of 4 x 4 patches at position 2, DeepStack after the first,
+/// M-RoPE.
+pub fn vision() -> RunConfig {
+    let mut cfg = dense();
+    cfg.model.qk_layernorm = true;
+    cfg.model.mrope_section = Some([4, 2, 2]);
+    cfg.model.vision = Some(Vision {
+        depth: 2,
+        hidden_size: 16,
+        ffn_hidden_size: 24,
+        num_heads: 2,
+        patch_values: 24,
+        table_side: 6,
+        side: 4,
+        start: 2,
+        deepstack: vec![0],
+    });
+    cfg
+}
+
+/// A diffusion transformer in small: two blocks on a video of 4 x 2 x 2 patches, 6 tokens of text.
+pub fn diffusion() -> RunConfig {
+    let mut cfg = dense();
+    cfg.model.num_query_groups = 4;
+    cfg.model.activation = Activation::Gelu;
+    cfg.model.qk_layernorm = true;
+    (cfg.model.add_bias_linear, cfg.model.add_qkv_bias) = (true, true);
+    cfg.model.diffusion = Some(Diffusion {
+        in_values: 8,
+        out_values: 8,
+        freq_dim: 16,
+        text_len: 6,
+        text_dim: 24,
+        context_size: 40,
+    });
     cfg
 }
 

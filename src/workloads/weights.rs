@@ -2,15 +2,18 @@
 //! and the data-parallel reduction are single launches over memory that lies in a row.
 
 use super::share::{LocalLayer, RankShare};
-use super::{Sublayer, WorkloadError, attention, delta_net, head, hyper, mamba, mlp, moe, mtp, sublayers};
+use super::{
+    Sublayer, WorkloadError, attention, delta_net, dit, head, hyper, mamba, mlp, moe, mtp, place, sublayers,
+    vision,
+};
 use crate::config::RunConfig;
 use crate::program::builder::Builder;
-use crate::program::{BufId, DType, Init, Lifetime, Shard};
+use crate::program::{BufId, DType, Init, Lifetime, Program, Shard};
 use std::collections::{HashMap, HashSet};
 
 /// Elements that every weight starts on a multiple of: 256 bytes of bf16, what vector access and
 /// cuBLASLt's alignment classes ask for.
-const WEIGHT_ALIGNMENT: usize = 128;
+pub(super) const WEIGHT_ALIGNMENT: usize = 128;
 
 /// One weight of the rank, `[rows, cols]`.
 pub struct Spec {
@@ -90,6 +93,33 @@ pub struct Flat {
     pub len: usize,
     /// Ranks that the optimizer state is sharded over.
     pub ranks: usize,
+    pub kind: FlatKind,
+}
+
+/// What the weights of a flat pair have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FlatKind {
+    /// Of this tensor rank alone; of one process all but the experts.
+    Dense,
+    /// Held alike by tensor ranks, gradients summed over them.
+    Summed,
+    /// Held alike by tensor ranks, with the same gradients.
+    Same,
+    Experts,
+}
+
+impl FlatKind {
+    const ALL: [(FlatKind, &str); 4] = [
+        (FlatKind::Dense, "dense"),
+        (FlatKind::Summed, "summed"),
+        (FlatKind::Same, "same"),
+        (FlatKind::Experts, "experts"),
+    ];
+
+    /// Of one process.
+    fn of(spec: &Spec) -> Self {
+        if spec.expert { FlatKind::Experts } else { FlatKind::Dense }
+    }
 }
 
 pub struct Weights {
@@ -107,9 +137,16 @@ impl Weights {
         grad_dtype: DType,
     ) -> Result<Self, WorkloadError> {
         let mut specs = Vec::new();
+        let ends = !cfg.stack_only && cfg.model.diffusion.is_none();
+        if let Some(d) = cfg.model.diffusion.as_ref().filter(|_| !cfg.stack_only) {
+            specs.extend(dit::weights(cfg, d));
+        }
         // Multi-token prediction embeds tokens at the other end of the model.
-        if (share.has_embedding || share.mtp_layers > 0) && !cfg.stack_only {
+        if (share.has_embedding || share.mtp_layers > 0) && ends {
             specs.push(head::embedding_weight(cfg, share));
+        }
+        if share.has_embedding && ends {
+            specs.extend(vision::weights(cfg));
         }
         for &LocalLayer { index, kind } in &share.layers {
             for sublayer in sublayers(kind)? {
@@ -123,7 +160,7 @@ impl Weights {
                 });
             }
         }
-        if share.has_loss && !cfg.stack_only {
+        if share.has_loss && ends {
             specs.extend(head::head_weights(cfg, share));
         }
         specs.extend(mtp::weights(cfg, share)?);
@@ -136,16 +173,24 @@ impl Weights {
             }
         }
         let p = &cfg.parallel;
+        let one = p.world.is_one();
+        let specs: Vec<(Spec, FlatKind)> = specs
+            .into_iter()
+            .map(|s| {
+                let kind = FlatKind::of(&s);
+                if one { Ok((s, kind)) } else { place::placed(s, share, p.sequence_parallel) }
+            })
+            .collect::<Result<_, _>>()?;
         let dense_ranks = p.dp * p.cp;
         let expert_ranks = (p.dp * p.cp * p.tp / (p.ep * p.etp)).max(1);
         let mut out = Self { by_name: HashMap::new(), flats: Vec::new() };
-        for (expert, ranks) in [(false, dense_ranks), (true, expert_ranks)] {
+        for (kind, label) in FlatKind::ALL {
+            let ranks = if kind == FlatKind::Experts { expert_ranks } else { dense_ranks };
             let ranks = if p.use_distributed_optimizer && !cfg.stack_only { ranks } else { 1 };
-            let mine: Vec<&Spec> = specs.iter().filter(|s| s.expert == expert).collect();
+            let mine: Vec<&Spec> = specs.iter().filter(|s| s.1 == kind).map(|s| &s.0).collect();
             if mine.is_empty() {
                 continue;
             }
-            let label = if expert { "experts" } else { "dense" };
             let padded = |s: &Spec| (s.rows * s.cols).next_multiple_of(WEIGHT_ALIGNMENT);
             let len =
                 mine.iter().map(|s| padded(s)).sum::<usize>().next_multiple_of(WEIGHT_ALIGNMENT * ranks);
@@ -168,9 +213,16 @@ impl Weights {
                 out.by_name.insert(s.name.clone(), Weight { value, grad });
                 at += padded(s);
             }
-            out.flats.push(Flat { values, grads, len, ranks });
+            out.flats.push(Flat { values, grads, len, ranks, kind });
         }
         Ok(out)
+    }
+
+    /// First element of the weights in `flat` whose names begin so.
+    pub fn first_of(&self, program: &Program, flat: BufId, prefix: &str) -> Option<usize> {
+        let mine = self.by_name.iter().filter(|(name, _)| name.starts_with(prefix));
+        let places = mine.map(|(_, weight)| program.root(weight.value));
+        places.filter(|(root, _)| *root == flat).map(|(_, offset)| offset).min()
     }
 
     /// The weight of that name, if the model has it.

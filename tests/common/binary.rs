@@ -1,5 +1,4 @@
 //! Runs of the binary, in a folder of their own.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

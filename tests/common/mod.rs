@@ -1,5 +1,9 @@
 //! Helpers of the command-line tests.
-#![allow(dead_code, clippy::unwrap_used)]
+
+pub mod binary;
+pub mod model_flops;
+pub mod pages;
+pub mod results;
 
 use mbperf::args::{self, Command};
 use mbperf::overrides::{Resolved, resolve};

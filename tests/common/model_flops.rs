@@ -1,6 +1,6 @@
 //! FLOPs of a step that a model asks for, by the formulas of the field, without a look at any launch.
 
-use mbperf::config::{Activation, LayerKind, Mla, RunConfig, SharedKv};
+use mbperf::config::{Activation, Diffusion, LayerKind, Mla, RunConfig, SharedKv};
 use mbperf::workloads::share::RankShare;
 
 /// Forward and backward of one multiplication by a weight: 2 and 4 FLOPs.
@@ -15,12 +15,45 @@ fn product(factors: &[usize]) -> f64 {
 /// Of one rank: 6 x active parameters x tokens, attention and scans beside it. Norms, activations, routing and the
 /// optimizer are below the 2 % that this is compared with.
 pub fn model_flops(cfg: &RunConfig, share: &RankShare) -> f64 {
+    if let Some(d) = &cfg.model.diffusion {
+        return diffusion(cfg, d, share) * cfg.batch.num_microbatches as f64;
+    }
     let layers: f64 =
         share.layers.iter().map(|l| layer(l.kind, cfg, share, cfg.model.window_of(l.index))).sum();
     let head =
         if share.has_loss { product(&[cfg.model.hidden_size, share.vocab, share.tokens]) } else { 0.0 };
+    let tower = if share.has_embedding { tower(cfg) } else { 0.0 };
     let one_stream = if share.has_loss { streams(cfg, share, 1) } else { 0.0 };
-    (layers + PER_WEIGHT * (head + one_stream) + ahead(cfg, share, head)) * cfg.batch.num_microbatches as f64
+    (layers + PER_WEIGHT * (head + one_stream) + ahead(cfg, share, head) + tower)
+        * cfg.batch.num_microbatches as f64
+}
+
+/// Blocks of self-attention, cross-attention and an MLP; patches, text and head beside them. Patches and text are given, so
+/// their first products have no gradient of their input; the time step is of one row a sequence.
+fn diffusion(cfg: &RunConfig, d: &Diffusion, share: &RankShare) -> f64 {
+    let (h, q, t) = (cfg.model.hidden_size, share.heads * cfg.model.kv_channels, share.tokens);
+    let (batch, cp) = (cfg.batch.micro_batch_size, cfg.parallel.cp);
+    let (text, ce) = (batch * d.text_len / cp, d.context_size);
+    let video = product(&[t, h, 4 * q + 2 * q + 2 * share.ffn]);
+    let keys = product(&[text, ce, 2 * q]);
+    let scores = 4.0 * product(&[t, q, cfg.batch.seq_length + d.text_len]);
+    let blocks = PER_WEIGHT * (video + keys) + BOTH_PASSES * scores;
+    let given = product(&[t, d.in_values, h]) + product(&[text, d.text_dim, ce]);
+    let head = product(&[share.tokens_sequence_parallel, h, d.out_values]);
+    let time = product(&[batch, h, h, 7]);
+    share.layers.len() as f64 * blocks + 4.0 * given + PER_WEIGHT * (head + product(&[text, ce, ce]) + time)
+}
+
+/// The image tower on one image a sequence: patch product, blocks in which every patch sees every patch, mergers of four
+/// patches' rows to a token. Nothing comes before the patches, so their product has no gradient of its input.
+fn tower(cfg: &RunConfig) -> f64 {
+    let Some(v) = &cfg.model.vision else { return 0.0 };
+    let (patches, h) = (cfg.batch.micro_batch_size * v.side * v.side, v.hidden_size);
+    let first = 4.0 * product(&[patches, v.patch_values, h]);
+    let weights = product(&[v.depth, 4 * h + 2 * v.ffn_hidden_size, h, patches]);
+    let scores = 4.0 * product(&[v.depth, patches, v.side * v.side, h]);
+    let mergers = product(&[1 + v.deepstack.len(), patches / 4, 4 * h, 4 * h + cfg.model.hidden_size]);
+    first + PER_WEIGHT * (weights + mergers) + BOTH_PASSES * scores
 }
 
 /// Multi-token prediction, where the rank has it: for each depth its layers, a projection from 2h to h, and the head.

@@ -1,5 +1,4 @@
 //! Pages of `mbperf report` read back, and steps files made up for them.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use super::binary::{run, text};
 use std::fmt::Write;

@@ -1,5 +1,4 @@
 //! Result files made up for the tests of `compare`.
-#![allow(dead_code, clippy::unwrap_used)]
 
 use mbperf::report::columns;
 use std::path::{Path, PathBuf};

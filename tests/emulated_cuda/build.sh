@@ -13,6 +13,7 @@ $cxx $flags -march=native -ffp-contract=off -fno-exceptions -fvisibility=hidden 
 $cxx $flags -shared "$from/driver.cpp" -o "$to/libcuda.so.1" -ldl -lpthread
 $cxx $flags -shared -DEMULATION=$((mark % 1000000)) "$from/nvrtc.cpp" -o "$to/libnvrtc.so.13" -ldl
 $cxx $flags -O3 -march=native -ffp-contract=off -shared "$from/cublaslt.cpp" -o "$to/libcublasLt.so.13"
+$cxx $flags -shared "$from/nccl.cpp" -o "$to/libnccl.so.2"
 $cxx $flags -shared "$from/nvtx.cpp" -o "$to/libmbperf_nvtx.so"
 mkdir -p "$to/cupti"
 $cxx $flags -shared "$from/cupti.cpp" -o "$to/cupti/libcupti.so.13" -ldl

@@ -32,16 +32,44 @@ class Stored(torch.autograd.Function):
         return g.bfloat16().float()
 
 
+class StoredAttention(torch.autograd.Function):
+    """Attention whose output was stored in bf16, and whose backward pass takes do . o from what was stored, as fused kernels
+    do: where a softmax is nearly even that difference matters."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seen, scale):
+        scores = q @ k.transpose(-2, -1) * scale
+        p = torch.softmax(scores if seen is None else scores.masked_fill(~seen, -math.inf), -1)
+        o = (p @ v).bfloat16().float()
+        ctx.save_for_backward(q, k, v, p, o)
+        ctx.scale = scale
+        return o
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v, p, o = ctx.saved_tensors
+        g = g.bfloat16().float()
+        ds = p * (g @ v.transpose(-2, -1) - (g * o).sum(-1, keepdim=True)) * ctx.scale
+        stored = lambda t: t.bfloat16().float()
+        return stored(ds @ k), stored(ds.transpose(-2, -1) @ q), stored(p.transpose(-2, -1) @ g), None, None
+
+
+def stored_attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril() if is_causal else attn_mask
+    return StoredAttention.apply(q, k, v, seen, scale or q.shape[-1] ** -0.5)
+
+
 def gradients_of_storage(cfg, w, step):
     """Gradients of the step when PyTorch stores in bf16 what mbperf does."""
     w = {k: v.detach().clone().requires_grad_() for k, v in w.items()}
-    places = [(F, n) for n in ("linear", "rms_norm", "silu", "conv1d", "scaled_dot_product_attention")]
+    places = [(F, n) for n in ("linear", "rms_norm", "layer_norm", "silu", "gelu", "conv1d", "scaled_dot_product_attention")]
     places += [(Step, n) for n in ("attention", "latent_attention", "shared_kv_attention", "delta_net", "mamba", "mlp", "moe")]
-    places += [(Step, n) for n in ("one_stream", "back_into_streams")]
+    places += [(Step, n) for n in ("block", "merger", "video_block", "modulated", "one_stream", "back_into_streams")]
     kept = [getattr(*place) for place in places]
     try:
         for (owner, name), f in zip(places, kept):
-            setattr(owner, name, lambda *a, f=f, **k: Stored.apply(f(*a, **k)))
+            stored = stored_attention if name == "scaled_dot_product_attention" else None
+            setattr(owner, name, stored or (lambda *a, f=f, **k: Stored.apply(f(*a, **k))))
         Step(cfg, w, step).run()
     finally:
         for (owner, name), f in zip(places, kept):
@@ -91,11 +119,39 @@ def angles(positions, m, rotary):
     return (size * angle.cos()).float()[None, :, None], (size * angle.sin()).float()[None, :, None]
 
 
-def rope(x, positions, m, rotary):
-    """x [b, s, heads, d]; rotate-half on the first `rotary` elements."""
-    c, s = angles(positions, m, rotary)
+def text_angles(s, m, rotary):
+    """The same for a whole sequence, by interleaved M-RoPE where an image lies in it."""
+    v, section = m.get("vision"), m.get("mrope_section")
+    if not v or not section:
+        return angles(torch.arange(s), m, rotary)
+    side, start = v["side"] // 2, v["start"]
+    grid = torch.arange(side)
+    image = torch.stack([torch.zeros(side, side).long(), grid[:, None].expand(side, side), grid[None].expand(side, side)])
+    before, after = torch.arange(start), torch.arange(s - start - side * side) + start + side
+    places = torch.cat([before.expand(3, -1), image.reshape(3, -1) + start, after.expand(3, -1)], 1)
+    pairs = rotary // 2
+    by_axis = torch.zeros(pairs).long()
+    by_axis[1 : 3 * section[1] : 3], by_axis[2 : 3 * section[2] : 3] = 1, 2
+    inv = m["rotary_base"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = places[by_axis].T.double() * inv
+    return angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+
+
+def rope(x, turns, rotary):
+    """x [b, s, heads, d]; rotate-half on the first `rotary` elements, by cos and sin."""
+    c, s = turns
     a, b, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
     return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+
+def video_grid(s):
+    """Frames, rows, columns of a video of s patches: frames of 52 x 30, or factors near one another."""
+    if s % (52 * 30) == 0:
+        return s // (52 * 30), 52, 30
+    factor = lambda n: next(f for f in range(math.isqrt(n), 0, -1) if n % f == 0)
+    width = factor(s)
+    height = factor(s // width)
+    return s // width // height, height, width
 
 
 class Step:
@@ -254,8 +310,9 @@ class Step:
         q, k, v = q.view(b, s, nq, d), k.view(b, s, nkv, d), v.view(b, s, nkv, d)
         if m["qk_layernorm"]:
             q, k = self.norm(q, p + "q_norm.weight"), self.norm(k, p + "k_norm.weight")
-        pos, rot = torch.arange(s), int(d * m["rotary_percent"])
-        q, k = rope(q, pos, m, rot), rope(k, pos, m, rot)
+        rot = int(d * m["rotary_percent"])
+        turns = text_angles(s, m, rot)
+        q, k = rope(q, turns, rot), rope(k, turns, rot)
         k, v = (t.repeat_interleave(nq // nkv, 2) for t in (k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         seen = self.seen(i, s)
@@ -451,16 +508,125 @@ class Step:
             out = out + (shared if gate is None else torch.sigmoid(F.linear(y, gate.view(1, -1))) * shared)
         return self.add(x, out.view_as(x))
 
+    def layer_norm(self, x, name):
+        return self.biased(F.layer_norm(x, (x.shape[-1],), self.w[name + ".weight"].view(-1), eps=1e-6), name)
+
+    def block(self, i, x, side):
+        """One block of the image tower; x [images, patches, h], patches row by row."""
+        v, p = self.m["vision"], f"vision.block{i}."
+        n, (images, patches, h) = v["num_heads"], x.shape
+        d = h // n
+        q, k, val = (t.view(images, patches, n, d) for t in self.linear(self.layer_norm(x, p + "norm1"), p + "qkv").chunk(3, -1))
+        inv = 1e4 ** (-torch.arange(0, d // 2, 2, dtype=torch.float64) / (d // 2))
+        at = torch.arange(patches)
+        angle = torch.cat([(at // side)[:, None] * inv, (at % side)[:, None] * inv], 1)
+        turns = angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+        q, k = rope(q, turns, d), rope(k, turns, d)
+        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, val)))
+        x = x + self.linear(o.transpose(1, 2).reshape(images, patches, h), p + "proj")
+        return x + self.linear(F.gelu(self.linear(self.layer_norm(x, p + "norm2"), p + "fc1"), approximate="tanh"), p + "fc2")
+
+    def merger(self, name, x, side, normed_after):
+        """Four neighbours of a square to one token."""
+        images, _, h = x.shape
+        x = x if normed_after else self.layer_norm(x, name + ".norm")
+        x = x.view(images, side // 2, 2, side // 2, 2, h).permute(0, 1, 3, 2, 4, 5).reshape(images, -1, 4 * h)
+        x = self.layer_norm(x, name + ".norm") if normed_after else x
+        return self.linear(F.gelu(self.linear(x, name + ".fc1"), approximate="tanh"), name + ".fc2")
+
+    def tower(self):
+        """Merged tokens [images, tokens, hidden] and DeepStack's. The dumped patches come in squares of four; here they
+        are put back row by row."""
+        v, images = self.m["vision"], self.cfg["batch"]["micro_batch_size"]
+        side, h = v["side"], v["hidden_size"]
+        pixels = self.step["pixels.mb0"].view(images, side // 2, side // 2, 2, 2, -1)
+        x = self.linear(pixels.permute(0, 1, 3, 2, 4, 5).reshape(images, side * side, -1), "vision.patch")
+        table = self.w["vision.position.weight"].view(v["table_side"], v["table_side"], h).permute(2, 0, 1)[None]
+        positions = F.interpolate(table, size=(side, side), mode="bilinear", align_corners=True)
+        x = x + positions[0].permute(1, 2, 0).reshape(side * side, h)
+        levels = []
+        for i in range(v["depth"]):
+            x = self.block(i, x, side)
+            if i in v["deepstack"]:
+                levels.append(self.merger(f"vision.deepstack{len(levels)}", x, side, True))
+        return self.merger("vision.merger", x, side, False), levels
+
+    def video_angles(self, s):
+        """cos and sin [1, s, 1, d / 2] of frames, rows and columns, in that order along a head's pairs."""
+        grid, pairs = video_grid(s), self.m["kv_channels"] // 2
+        frames, height, width = grid
+        place = torch.arange(s)
+        places = (place // (height * width), place // width % height, place % width)
+        counts = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
+        angle = torch.cat([p[:, None].double() * 1e4 ** (-torch.arange(n).double() / n) for p, n in zip(places, counts)], 1)
+        return angle.cos().float()[None, :, None], angle.sin().float()[None, :, None]
+
+    def heads(self, x, norm, turns=None):
+        """Normed over all heads [b, s, heads, d]; neighbours turn."""
+        if norm:
+            x = F.rms_norm(x, (x.shape[-1],), self.w[norm].view(-1), self.m["layernorm_epsilon"])
+        x = x.view(x.shape[0], x.shape[1], -1, self.m["kv_channels"])
+        if turns:
+            (c, s), a, b = turns, x[..., ::2], x[..., 1::2]
+            x = torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
+        return x
+
+    def attend(self, q, k, v):
+        o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        return o.transpose(1, 2).flatten(2)
+
+    def modulated(self, x, shift, scale):
+        return F.layer_norm(x, (x.shape[-1],), eps=self.m["layernorm_epsilon"]) * (1 + scale) + shift
+
+    def video_block(self, i, x, slots, text, turns):
+        """slots [b, 6, h]: of self-attention and MLP each shift, scale, gate."""
+        p = f"layer{i}."
+        shift, scale, gate = (slots[:, n : n + 1] + self.w[p + "attn.mod.weight"][n] for n in range(3))
+        q, k, v = self.linear(self.modulated(x, shift, scale), p + "attn.qkv").chunk(3, -1)
+        q, k = self.heads(q, p + "attn.q_norm.weight", turns), self.heads(k, p + "attn.k_norm.weight", turns)
+        x = x + gate * self.linear(self.attend(q, k, self.heads(v, None)), p + "attn.proj")
+        y = self.biased(F.layer_norm(x, (x.shape[-1],), self.w[p + "cross.norm.weight"].view(-1), eps=self.m["layernorm_epsilon"]), p + "cross.norm")
+        k, v = self.linear(text, p + "cross.kv").chunk(2, -1)
+        q, k = self.heads(self.linear(y, p + "cross.q"), p + "cross.q_norm.weight"), self.heads(k, p + "cross.k_norm.weight")
+        x = x + self.linear(self.attend(q, k, self.heads(v, None)), p + "cross.proj")
+        shift, scale, gate = (slots[:, 3 + n : 4 + n] + self.w[p + "mlp.mod.weight"][n] for n in range(3))
+        y = F.gelu(self.linear(self.modulated(x, shift, scale), p + "mlp.fc1"), approximate="tanh")
+        return x + gate * self.linear(y, p + "mlp.fc2")
+
+    def run_video(self, d):
+        b, s, h = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"], self.m["hidden_size"]
+        noisy, target = (self.step[n + ".mb0"].view(b, s, -1) for n in ("noisy", "target"))
+        x = self.linear(noisy, "dit.patch")
+        time = self.linear(F.silu(self.linear(self.step["time.mb0"].view(b, -1), "dit.time1")), "dit.time2")
+        slots = self.linear(F.silu(time), "dit.time3").view(b, 6, h)
+        text = self.step["text.mb0"].view(b, d["text_len"], -1)
+        text = self.linear(F.gelu(self.linear(text, "dit.text1"), approximate="tanh"), "dit.text2")
+        for i in range(len(self.m["layers"])):
+            x = self.video_block(i, x, slots, text, self.video_angles(s))
+        shift, scale = (time[:, None] + self.w["dit.head.mod.weight"][n] for n in range(2))
+        loss = F.mse_loss(self.linear(self.modulated(x, shift, scale), "dit.head"), target)
+        loss.backward()
+        return loss.item()
+
     def run(self):
+        if self.m.get("diffusion"):
+            return self.run_video(self.m["diffusion"])
         b, s = self.cfg["batch"]["micro_batch_size"], self.cfg["batch"]["seq_length"]
         ids = self.step["ids.mb0"].long().view(b, s)
         labels = self.step["labels.mb0"].long().view(-1)
         x = F.embedding(ids, self.w["embedding.weight"])
+        vision, levels, layers = self.m.get("vision"), [], len(self.m["layers"])
+        if vision:
+            merged, levels = self.tower()
+            first, last = vision["start"], vision["start"] + merged.shape[1]
+            x = torch.cat([x[:, :first], merged, x[:, last:]], 1)
         hyper = self.m.get("hyper_connections")
         if hyper:
             x = x[:, :, None].expand(-1, -1, hyper["num_residual_streams"], -1)
         for i, kind in enumerate(self.m["layers"]):
             x = self.layer(i, i, kind, x)
+            for level in levels[i : i + 1] if i + 1 < layers else levels[i:]:
+                x = x + F.pad(level, (0, 0, first, s - last))
         y = self.norm(self.head_stream(x, ""), "final_norm.weight")
         head = self.w.get("head.weight", self.w["embedding.weight"])
         entropy = lambda y, labels: F.cross_entropy(F.linear(y, head).view(-1, head.shape[0]), labels)

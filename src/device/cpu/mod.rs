@@ -5,8 +5,9 @@
 
 mod memory;
 mod storage;
+pub mod tcp;
 
-pub use storage::{Storage, global_index, name_hash};
+pub use storage::{Storage, global_index, name_hash, weight_normal};
 
 use super::host::{HostCosts, Pacer};
 use super::inject::{Inject, Kind, lasting};

@@ -30,6 +30,8 @@ pub(super) struct Arm {
     pub plan: ArmPlan,
     pub launches: Vec<Rc<Prepared>>,
     dependencies: Dependencies,
+    /// By segment: whether a launch of it lies on a side lane, or waits for one outside.
+    side_work: Vec<bool>,
 }
 
 /// Compiles on all cores what the arms' ops will ask for.
@@ -89,7 +91,10 @@ impl Arm {
             };
             launches.push(prepared);
         }
-        Ok(Self { plan: plan.clone(), launches, dependencies: Dependencies::new(context, plan)? })
+        let all = &plan.program.launches;
+        let beside = |i: usize| all[i].lane > 0 || all[i].after.iter().any(|j| all[*j].lane > 0);
+        let side_work = plan.segments.iter().map(|s| s.launches.clone().any(beside)).collect();
+        Ok(Self { plan: plan.clone(), launches, dependencies: Dependencies::new(context, plan)?, side_work })
     }
 
     /// Issues the launches of `range` but `omit`; graphs not yet captured count as eager segments
@@ -139,8 +144,18 @@ impl Arm {
     ) -> Result<(), DeviceError> {
         lanes.fork()?;
         let graphed = !graphs.is_empty();
+        // Replays of the main lane alone leave the side lanes to run beside them; these wait again when they have work.
+        let mut ahead = false;
         for (s, segment) in self.plan.segments.iter().enumerate() {
             match segment.graph.and_then(|g| graphs.get(g)) {
+                Some(instance) if !self.side_work[s] => {
+                    pacer.before_replay(s);
+                    instance.launch(lanes.main()).map_err(|e| {
+                        super::context::in_phase(e, crate::device::Phase::Prepare, &segment.label)
+                    })?;
+                    ahead = true;
+                    pacer.after_replay(s);
+                }
                 Some(instance) => {
                     pacer.before_replay(s);
                     lanes.join()?;
@@ -149,6 +164,14 @@ impl Arm {
                     })?;
                     lanes.fork()?;
                     pacer.after_replay(s);
+                }
+                None if std::mem::take(&mut ahead) => {
+                    if self.side_work[s] {
+                        lanes.fork()?;
+                    } else {
+                        ahead = true;
+                    }
+                    self.issue(segment.launches.clone(), lanes, graphed, None, waited, pacer)?;
                 }
                 None => self.issue(segment.launches.clone(), lanes, graphed, None, waited, pacer)?,
             }

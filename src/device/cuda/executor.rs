@@ -9,12 +9,14 @@ use super::capture::{self, Setting};
 use super::context::{DeviceMemory, Event, MIB, PinnedMemory, copy_to_device, copy_to_host, in_phase};
 pub use super::cost::launch_cost;
 use super::cudnn::AttentionUse;
+use super::drain::Drain;
 use super::graph::Instance;
 use super::health::Monitor;
 use super::kernels::KernelLaunch;
-use super::lanes::{self, Lanes};
+use super::lanes::Lanes;
 use super::libraries::{self, Library};
 use super::memory::{Memory, UTILITY, walk};
+use super::nccl::Comms;
 use super::nvtx::{self, Nvtx};
 use super::prep::{Config, CudaPrep, DevPtr, Param};
 pub use super::session::CudaOptions;
@@ -67,6 +69,8 @@ pub struct CudaExecutor {
     graphs: Vec<Instance>,
     eager: Side,
     graph: Option<Side>,
+    /// Of a run of several processes; after all that was captured and prepared with it.
+    comms: Option<Comms>,
     slots: Vec<Slot>,
     /// Results of the steps in flight, `words` a slot.
     results: PinnedMemory,
@@ -82,6 +86,8 @@ pub struct CudaExecutor {
     /// Step whose results hold an injected fault.
     marred: Option<(u64, Kind)>,
     host: Option<HostCosts>,
+    /// Whether the device is waited for in the middle of a step.
+    drained: bool,
     /// A profiler that takes ranges.
     nvtx: Option<Nvtx>,
     /// Issued at the end of each step, and its length in milliseconds.
@@ -110,9 +116,16 @@ impl CudaExecutor {
         let free_at_open = context.memory()?.0;
         let arms = || [Some(&plan.eager), plan.graph.as_ref()].into_iter().flatten();
         let memory = Memory::new(context, plan)?;
-        let lanes = Lanes::new(context, arms().map(|a| lanes::count(&a.program)).max().unwrap_or(1))?;
+        let lanes = Lanes::new(context, arms().map(|a| a.program.lanes()).max().unwrap_or(1))?;
         let words = arms().map(|a| reported(&a.program).len()).max().unwrap_or(0);
         let results = context.alloc_host(RING * words.max(1) * 4)?;
+        let comms = match &options.team {
+            Some(team) => {
+                session.matmuls.borrow_mut().share_plans(team.share.clone());
+                Some(Comms::new(context, &team.place, &team.share)?)
+            }
+            None => None,
+        };
         arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
         let mut attention_use = AttentionUse::default();
@@ -127,6 +140,7 @@ impl CudaExecutor {
                 sdpas: &mut sdpas,
                 attention: options.attention,
                 attention_use: &mut attention_use,
+                comms: comms.as_ref(),
                 sm_count: context.sm_count,
                 cc: context.cc,
             };
@@ -158,6 +172,7 @@ impl CudaExecutor {
             graphs: Vec::new(),
             eager,
             graph,
+            comms,
             slots: (0..RING).map(|_| slot()).collect::<Result<_, _>>()?,
             results,
             words,
@@ -170,6 +185,7 @@ impl CudaExecutor {
             inject,
             marred: None,
             host: None,
+            drained: false,
             nvtx,
             spin: None,
             free_at_open,
@@ -224,13 +240,26 @@ impl CudaExecutor {
         let mut nvtx = self.nvtx;
         let sink = nvtx.as_mut().zip(side.names.as_ref());
         let mut ranges = sink.map(|(sink, names)| nvtx::Ranges::new(names, sink));
-        let mut pacer = Pacer::new(costs).watched(ranges.as_mut().map(|r| r as &mut dyn Watch));
+        let mut drain = None;
+        let watch: Option<&mut dyn Watch> = match &mut ranges {
+            ranges if self.drained => {
+                let then = ranges.as_mut().map(|r| r as &mut dyn Watch);
+                Some(drain.insert(Drain::new(&self.session.context, then)))
+            }
+            Some(ranges) => Some(ranges),
+            None => None,
+        };
+        let mut pacer = Pacer::new(costs).watched(watch);
         let mut waited = Duration::ZERO;
         let main = self.lanes.main();
         let start = Instant::now();
         slot.start.record(main)?;
         side.ready.step(&self.lanes, graphs, &mut waited, &mut pacer)?;
         let issued = start.elapsed();
+        let spun = pacer.spun();
+        if let Some(drain) = drain {
+            waited += drain.waited()?;
+        }
         if let Some((spin, _)) = &self.spin {
             spin.issue(main.raw)?;
         }
@@ -242,7 +271,7 @@ impl CudaExecutor {
             results.gather[at].issue(main.raw)?;
         }
         slot.done.record(main)?;
-        Ok([issued, waited, pacer.spun()])
+        Ok([issued, waited, spun])
     }
 
     /// A step, waited for, without the gathering of results, which is ours and not the step's.
@@ -382,7 +411,8 @@ impl Executor for CudaExecutor {
     fn info(&self) -> DeviceInfo {
         let context = &self.session.context;
         let cudnn = self.attention_use.ran_cudnn().then_some(Library::Cudnn);
-        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn);
+        let nccl = self.comms.is_some().then_some(Library::Nccl);
+        let libraries = [Library::Nvrtc, Library::CublasLt].into_iter().chain(cudnn).chain(nccl);
         let version = |l: Library| Some((l.title().to_owned(), libraries::find(l).ok()?.version?));
         DeviceInfo {
             device: "cuda".to_owned(),
@@ -442,6 +472,10 @@ impl Executor for CudaExecutor {
         };
         let slot = &self.slots[at];
         let span = slot.done.synchronize().and_then(|()| slot.end.since_ms(&slot.start));
+        if let (Err(_), Some(comms)) = (&span, &self.comms) {
+            // What NCCL knows of it says more than the driver's code.
+            comms.check().map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
+        }
         let span = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
         let mut finished = self.finished(arm, at, span)?;
         if let Some((_, kind)) = self.marred.take_if(|(ticket, _)| *ticket == step.ticket) {
@@ -493,6 +527,11 @@ impl Executor for CudaExecutor {
         }
         self.host = costs;
         Ok(())
+    }
+
+    fn set_drained(&mut self, on: bool) -> bool {
+        self.drained = on;
+        true
     }
 
     fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {

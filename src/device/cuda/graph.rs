@@ -217,6 +217,13 @@ fn work_of_node(node: sys::CUgraphNode) -> Result<Option<Work>, DeviceError> {
         }
         // Joins of lanes.
         Type::CU_GRAPH_NODE_TYPE_EMPTY => Ok(None),
+        Type::CU_GRAPH_NODE_TYPE_WAIT_EVENT
+        | Type::CU_GRAPH_NODE_TYPE_EVENT_RECORD
+        | Type::CU_GRAPH_NODE_TYPE_HOST
+            if super::nccl::communicates() =>
+        {
+            Ok(None)
+        }
         other => Err(DeviceError::Unequal(format!(
             "a captured graph has a node of kind {other:?}: only kernels, copies and memsets may be captured"
         ))),

@@ -79,6 +79,11 @@ impl KernelCache {
         Self { nvrtc: nvrtc::version().ok(), ..Self::new(Mode::Offline, arch) }
     }
 
+    /// Puts what it compiles into a folder as [`KernelCache::online`] keeps it, for machines with a GPU to find.
+    pub fn keeping(self, folder: PathBuf) -> Self {
+        Self { disk: Some(DiskCache::new(folder)), ..self }
+    }
+
     /// Notes what would be compiled, for [`KernelCache::warm`].
     pub fn collecting(arch: &str) -> Self {
         Self::new(Mode::Collect, arch)
@@ -200,7 +205,9 @@ impl KernelCache {
         let text = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text);
         let version = format!("{:?}", self.nvrtc);
         let file = format!("{}.cubin", disk::key(&[&text, &options.join("\n"), &version]));
-        if let Some(cubin) = self.disk.as_ref().and_then(|d| d.get(&file)) {
+        // Without a device all is compiled, for what the compiler says of it.
+        let kept = self.disk.as_ref().filter(|_| self.mode == Mode::Online);
+        if let Some(cubin) = kept.and_then(|d| d.get(&file)) {
             return Ok(Built { cubin, usage: Vec::new() });
         }
         let compiled = nvrtc::compile(source.name, &text, &options).map_err(|e| {

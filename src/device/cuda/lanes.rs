@@ -3,7 +3,6 @@
 use super::context::{Context, Event, Stream};
 use crate::capture::ArmPlan;
 use crate::device::DeviceError;
-use crate::program::Program;
 use std::rc::Rc;
 
 /// One stream a lane, and the events that fork and join them.
@@ -50,11 +49,6 @@ impl Lanes {
         }
         Ok(())
     }
-}
-
-/// Lanes that a program uses.
-pub(super) fn count(program: &Program) -> usize {
-    program.launches.iter().map(|l| l.lane + 1).max().unwrap_or(1)
 }
 
 /// Which launches wait for which, across lanes.

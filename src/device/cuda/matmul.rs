@@ -7,6 +7,7 @@ use super::prep::DevPtr;
 use super::work::Work;
 use crate::device::DeviceError;
 use crate::program::DType;
+use crate::ranks::control::Share;
 use cudarc::cublaslt::sys;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -75,6 +76,8 @@ struct Online {
     machine: String,
     context: Rc<Context>,
     handle: Rc<Handle>,
+    /// Of a run of several processes: rank 0's choices are all ranks'.
+    share: Option<Share>,
 }
 
 impl Matmuls {
@@ -91,11 +94,18 @@ impl Matmuls {
         let disk = folder.filter(|_| tune).map(DiskCache::new);
         let tuner = tune.then(|| Tuner::new(context)).transpose()?;
         Ok(Self {
-            online: Some(Online { tuner, disk, machine, context: context.clone(), handle }),
+            online: Some(Online { tuner, disk, machine, context: context.clone(), handle, share: None }),
             plans: HashMap::new(),
             varying: HashMap::new(),
             in_force: Vec::new(),
         })
+    }
+
+    /// All ranks use rank 0's algorithms: every rank asks for the same products in the same order.
+    pub(super) fn share_plans(&mut self, share: Share) {
+        if let Some(online) = &mut self.online {
+            online.share = Some(share);
+        }
     }
 
     /// For no device: plans can be made and not issued.
@@ -186,8 +196,13 @@ fn alignment(ptr: DevPtr) -> u32 {
 }
 
 impl Online {
-    fn make(&mut self, key: &PlanKey, call: Operands) -> Result<Plan, DeviceError> {
-        let mut plan = Plan::describe(&self.handle, &key.spec)?;
+    /// The algorithm of `plan`, as bytes; empty: the library knows none.
+    fn chosen(&mut self, key: &PlanKey, plan: &mut Plan) -> Result<Vec<u8>, DeviceError> {
+        self.choose(key, plan)?;
+        Ok(plan.algo.as_ref().map(bytes_of).unwrap_or_default())
+    }
+
+    fn choose(&mut self, key: &PlanKey, plan: &mut Plan) -> Result<(), DeviceError> {
         let file =
             format!("{}.algo", super::disk::key(&[&format!("{key:?}"), &self.machine, super::tuner::RULE]));
         if let Some(algo) = self.disk.as_ref().and_then(|d| d.get(&file)).and_then(|b| algo_of(&b))
@@ -197,7 +212,7 @@ impl Online {
         } else {
             let candidates = plan.candidates(key)?;
             let chosen = match &mut self.tuner {
-                Some(tuner) if candidates.len() > 1 => tuner.best(&key.spec, &plan, &candidates),
+                Some(tuner) if candidates.len() > 1 => tuner.best(&key.spec, plan, &candidates),
                 _ => None,
             };
             // A choice is kept only when it was measured.
@@ -205,6 +220,18 @@ impl Online {
                 let _ = disk.put(&file, &bytes_of(&candidates[at]));
             }
             plan.algo = candidates.get(chosen.unwrap_or(0)).copied();
+        }
+        Ok(())
+    }
+
+    fn make(&mut self, key: &PlanKey, call: Operands) -> Result<Plan, DeviceError> {
+        let mut plan = Plan::describe(&self.handle, &key.spec)?;
+        match self.share.clone() {
+            None => self.choose(key, &mut plan)?,
+            Some(share) => {
+                let bytes = share.from_rank_0(&format!("{key:?}"), || self.chosen(key, &mut plan))?;
+                plan.algo = algo_of(&bytes);
+            }
         }
         let stream = self.context.stream()?;
         // Once for real: the library loads its kernels now, not in a capture or a timed step. What lies in D is

@@ -101,6 +101,8 @@ pub enum Issue {
     PerExpert(super::per_expert::PerExpertCall),
     /// Attention by cuDNN.
     Sdpa(SdpaCall),
+    /// A collective with other processes.
+    Nccl(super::nccl::NcclCall),
     /// Device-to-device copy.
     Copy {
         dst: DevPtr,
@@ -129,6 +131,8 @@ pub struct CudaPrep<'a> {
     pub(super) sdpas: &'a mut Sdpas,
     pub(super) attention: AttentionChoice,
     pub(super) attention_use: &'a mut AttentionUse,
+    /// Of a run of several processes.
+    pub(super) comms: Option<&'a super::nccl::Comms>,
     /// Streaming multiprocessors (132 on an H200; offline: 132).
     pub sm_count: usize,
     /// Compute capability as major * 10 + minor (90 on an H200).
@@ -224,6 +228,11 @@ impl OfflinePrep {
         })
     }
 
+    /// Keeps the compiled kernels in `folder`, under the names by which a run looks for them.
+    pub fn keeping(self, folder: std::path::PathBuf) -> Self {
+        Self { kernels: self.kernels.keeping(folder), ..self }
+    }
+
     /// As [`Self::new`], but kernels are only noted: for [`KernelCache::warm`] of an online cache.
     pub(super) fn collecting(arch: &str, cc: u32, sm_count: usize) -> Self {
         Self {
@@ -249,6 +258,7 @@ impl OfflinePrep {
             sdpas: &mut self.sdpas,
             attention: AttentionChoice::default(),
             attention_use: &mut self.attention_use,
+            comms: None,
             sm_count: self.sm_count,
             cc: self.cc,
         }

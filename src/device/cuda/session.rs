@@ -5,16 +5,17 @@ use super::context::Context;
 use super::cudnn::{AttentionChoice, Sdpas};
 use super::disk;
 use super::kernels::KernelCache;
-use super::libraries;
+use super::libraries::{self, Availability};
 use super::matmul::Matmuls;
 use crate::device::DeviceError;
 use crate::device::inject::Inject;
+use crate::ranks::control::Team;
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
 
 /// How to open the device.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct CudaOptions {
     /// Which GPU, as the driver numbers those it shows.
     pub ordinal: usize,
@@ -28,6 +29,8 @@ pub struct CudaOptions {
     pub tune: bool,
     /// `--inject`.
     pub inject: Option<Inject>,
+    /// Of a run of several processes: its communicators, and which GPU is this one's.
+    pub team: Option<Team>,
     /// Leaves this launch (index in the graph arm's program) out of the graphs: for tests of the proof.
     pub omit_launch: Option<usize>,
 }
@@ -41,6 +44,7 @@ impl Default for CudaOptions {
             attention: AttentionChoice::default(),
             tune: true,
             inject: None,
+            team: None,
             omit_launch: None,
         }
     }
@@ -66,12 +70,13 @@ impl Session {
             libraries::set_path(path);
         }
         let folder = options.cache_dir.clone().or_else(disk::default_folder);
-        let key = (options.ordinal, folder.clone(), options.tune);
+        let ordinal = options.team.as_ref().map_or(options.ordinal, gpu_of);
+        let key = (ordinal, folder.clone(), options.tune);
         OPEN.with_borrow_mut(|open| {
             if let Some((_, session)) = open.iter().find(|(k, _)| *k == key) {
                 return Ok(session.clone());
             }
-            let context = Context::open(options.ordinal)?;
+            let context = Context::open(ordinal)?;
             let session = Rc::new(Self {
                 kernels: RefCell::new(KernelCache::online(&context.arch(), folder.clone())?),
                 sdpas: RefCell::new(Sdpas::online(&context)),
@@ -81,5 +86,13 @@ impl Session {
             open.push((key, session.clone()));
             Ok(session)
         })
+    }
+}
+
+/// The GPU of a rank: by its place on the machine, unless its launcher shows it one alone.
+fn gpu_of(team: &Team) -> usize {
+    match libraries::probe() {
+        Availability::Ready(1) => 0,
+        _ => team.local_rank,
     }
 }

@@ -40,6 +40,7 @@ impl Issue {
             Issue::Matmul(plan) => plan.issue(stream.raw),
             Issue::PerExpert(call) => call.issue(stream),
             Issue::Sdpa(call) => call.issue(stream),
+            Issue::Nccl(call) => call.issue(stream),
             Issue::Copy { dst, src, bytes } => stream.copy(*dst, *src, *bytes),
             Issue::Zero { dst, bytes } => stream.fill(*dst, 0, *bytes),
             Issue::CopyToHostAndWait { dst, src, bytes } => {
@@ -63,6 +64,7 @@ impl Issue {
     pub(super) fn varies(&self) -> bool {
         match self {
             Issue::PerExpert(_) => true,
+            Issue::Nccl(call) => call.varies(),
             Issue::Many(parts) => parts.iter().any(Issue::varies),
             _ => false,
         }
@@ -76,6 +78,7 @@ impl Issue {
             Issue::Matmul(plan) => out.extend(plan.work().iter().cloned()),
             Issue::PerExpert(call) => out.extend(call.work()),
             Issue::Sdpa(call) => out.extend(call.work().iter().cloned()),
+            Issue::Nccl(call) => out.extend(call.work().iter().cloned()),
             Issue::Copy { bytes, .. } | Issue::CopyToHostAndWait { bytes, .. } if *bytes > 0 => {
                 out.push(Work::Copy { bytes: *bytes });
             }

@@ -55,6 +55,8 @@ pub struct Script {
     digest: DigestOf,
     health: Health,
     busy_ms: Option<f64>,
+    /// Host time that a full launch queue adds to a step; `None`: no queue.
+    queue_ms: Option<f64>,
     profile: Option<ProfileOf>,
     memory: Option<FakeMemory>,
     log: bool,
@@ -92,6 +94,11 @@ impl Script {
         self.busy_ms = Some(busy_ms);
         self
     }
+    /// Host time that a full launch queue adds to each step.
+    pub fn queue_ms(mut self, queue_ms: f64) -> Self {
+        self.queue_ms = Some(queue_ms);
+        self
+    }
     /// What the profiling pass records.
     pub fn profile(mut self, profile: impl Fn(Arm) -> Result<Recorded, String> + 'static) -> Self {
         self.profile = Some(Box::new(profile));
@@ -121,6 +128,7 @@ impl Script {
             last_arm: Arm::Eager,
             host: None,
             spin_ms: 0.0,
+            drained: false,
         }
     }
 }
@@ -143,6 +151,7 @@ pub struct FakeExecutor {
     last_arm: Arm,
     host: Option<HostCosts>,
     spin_ms: f64,
+    drained: bool,
 }
 
 /// One-off costs of the fake's two graphs.
@@ -161,6 +170,7 @@ impl FakeExecutor {
             digest: Box::new(|_| vec![("weight".into(), 1), ("grad".into(), 2)]),
             health: Health::default(),
             busy_ms: None,
+            queue_ms: None,
             profile: None,
             memory: None,
             log: true,
@@ -202,7 +212,10 @@ impl Executor for FakeExecutor {
         // Uncaptured, the graph arm issues what the eager arm does.
         let times = if replay { &mut self.script.graph } else { &mut self.script.eager };
         let machine = self.script.noise.next(self.clock_ms);
-        let submit_ms = times.submit_ms;
+        let blocked_ms = self.script.queue_ms.unwrap_or(0.0);
+        // Drained, the same time is spent waiting.
+        let wait_ms = if self.drained { blocked_ms } else { 0.0 };
+        let submit_ms = times.submit_ms + blocked_ms - wait_ms;
         let mut device_ms = times.next(self.clock_ms) * machine;
         if replay && std::mem::take(&mut self.first_replay) {
             device_ms *= FIRST_REPLAY;
@@ -214,7 +227,7 @@ impl Executor for FakeExecutor {
         };
         device_ms += self.spin_ms;
         let begun = self.clock_ms;
-        self.clock_ms += submit_ms + modelled_ms;
+        self.clock_ms += submit_ms + wait_ms + modelled_ms;
         let device_start = self.device_free_ms.max(begun);
         self.device_free_ms = (device_start + device_ms).max(self.clock_ms);
         let loss = (self.script.loss)(arm, self.steps_since_reset);
@@ -231,7 +244,12 @@ impl Executor for FakeExecutor {
                 fault: None,
             },
         ));
-        Ok(Submitted { submit_ms, wait_ms: 0.0, modelled_ms, ticket: self.tickets })
+        Ok(Submitted { submit_ms, wait_ms, modelled_ms, ticket: self.tickets })
+    }
+
+    fn set_drained(&mut self, on: bool) -> bool {
+        self.drained = on && self.script.queue_ms.is_some();
+        self.script.queue_ms.is_some()
     }
 
     fn wait(&mut self, step: Submitted) -> Result<Finished, DeviceError> {

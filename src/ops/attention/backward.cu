@@ -13,9 +13,9 @@ extern "C" __global__ void __launch_bounds__(256) attention_delta(
     if (item >= (i64)batch * q_len * q_heads) return;
     float sum = 0.f;
     #pragma unroll
-    for (int at = (threadIdx.x & 31) * 4; at < HEAD_DIM_V; at += 128) {
-        const uint2 x = *reinterpret_cast<const uint2*>(o + item * HEAD_DIM_V + at);
-        const uint2 y = *reinterpret_cast<const uint2*>(d_o + item * HEAD_DIM_V + at);
+    for (int at = (threadIdx.x & 31) * 4; at < MEM_DIM_V; at += 128) {
+        const uint2 x = *reinterpret_cast<const uint2*>(o + item * MEM_DIM_V + at);
+        const uint2 y = *reinterpret_cast<const uint2*>(d_o + item * MEM_DIM_V + at);
         sum += bf16_lo(x.x) * bf16_lo(y.x) + bf16_hi(x.x) * bf16_hi(y.x) + bf16_lo(x.y) * bf16_lo(y.y) + bf16_hi(x.y) * bf16_hi(y.y);
     }
     sum = warp_sum(sum);
@@ -43,10 +43,10 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     const Rows rows{start0, len0, start1};
     const QueryBlock<DQ_ROWS> own(blockIdx.x / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     const int row0 = own.row0, last_row = min(row0 + DQ_ROWS, q_len) - 1;
-    const int q_stride = q_heads * HEAD_DIM, o_stride = q_heads * HEAD_DIM_V;
-    const int k_stride = kv_heads * HEAD_DIM, v_stride = kv_heads * HEAD_DIM_V;
-    k += (i64)own.kv_row * k_stride + own.kv_head * HEAD_DIM;
-    v += (i64)own.kv_row * v_stride + own.kv_head * HEAD_DIM_V;
+    const int q_stride = q_heads * MEM_DIM, o_stride = q_heads * MEM_DIM_V;
+    const int k_stride = kv_heads * MEM_DIM, v_stride = kv_heads * MEM_DIM_V;
+    k += (i64)own.kv_row * k_stride + own.kv_head * MEM_DIM;
+    v += (i64)own.kv_row * v_stride + own.kv_head * MEM_DIM_V;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);
     const int tiles = (seen + DQ_KV - 1) / DQ_KV;
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     const u64 element0 = ((u64)own.head_of_all * q_len + my_row) * kv_len;
 #endif
 
-    load_rows<HEAD_DIM, DQ_ROWS, DQ_THREADS, false>(q_tile, q + own.first * HEAD_DIM, row0, q_len, q_stride);
-    load_rows<HEAD_DIM_V, DQ_ROWS, DQ_THREADS, false>(do_tile, d_o + own.first * HEAD_DIM_V, row0, q_len, o_stride);
+    load_rows<HEAD_DIM, DQ_ROWS, DQ_THREADS, false>(q_tile, q + own.first * MEM_DIM, row0, q_len, q_stride);
+    load_rows<HEAD_DIM_V, DQ_ROWS, DQ_THREADS, false>(do_tile, d_o + own.first * MEM_DIM_V, row0, q_len, o_stride);
     u8* const first_stage = kv_tiles + (first & 1) * STAGE;
     load_rows<HEAD_DIM, DQ_KV, DQ_THREADS, false>(first_stage, k, first * DQ_KV, kv_len, k_stride);
     load_rows<HEAD_DIM_V, DQ_KV, DQ_THREADS, false>(first_stage + K_TILE, v, first * DQ_KV, kv_len, v_stride);
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(DQ_THREADS, DQ_BLOCKS_PER_SM) atten
     const QueryBlock<DQ_ROWS> mine(again / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     #pragma unroll
     for (int m = 0; m < DQ_M; ++m)
-        store_rows<PART_QK>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], scale, scale, dq + mine.first * HEAD_DIM + again % WIDE * PART_QK, mine.row0 + warp_row + m * 16, q_len, q_stride);
+        store_rows<PART_QK>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], scale, scale, dq + mine.first * MEM_DIM + again % WIDE * PART_QK, mine.row0 + warp_row + m * 16, q_len, q_stride);
 }
 
 // Which keys of which kv head a block of the dk/dv kernel owns, and which part of the head's group it sums.
@@ -199,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     const int group = q_heads / kv_heads / splits;                       // query heads of this block
     const KeyBlock own(blockIdx.x / WIDE, batch, kv_heads, splits);
     const int j0 = own.j0, b = own.b, first_head = (own.kv_head * splits + own.part) * group;
-    const int q_stride = q_heads * HEAD_DIM, o_stride = q_heads * HEAD_DIM_V;
-    const int k_stride = kv_heads * HEAD_DIM, v_stride = kv_heads * HEAD_DIM_V;
+    const int q_stride = q_heads * MEM_DIM, o_stride = q_heads * MEM_DIM_V;
+    const int k_stride = kv_heads * MEM_DIM, v_stride = kv_heads * MEM_DIM_V;
     const int q_tiles_of_head = (q_len + DKV_Q - 1) / DKV_Q;
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -227,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     const auto load_stage = [&](int stage, int head, int t) {
         u8* tile = q_tiles + stage * STAGE;
         const i64 first = (i64)b * q_len * q_heads + head;
-        load_rows<HEAD_DIM, DKV_Q, DKV_THREADS, true>(tile, q + first * HEAD_DIM, t * DKV_Q, q_len, q_stride);
-        load_rows<HEAD_DIM_V, DKV_Q, DKV_THREADS, true>(tile + Q_TILE, d_o + first * HEAD_DIM_V, t * DKV_Q, q_len, o_stride);
+        load_rows<HEAD_DIM, DKV_Q, DKV_THREADS, true>(tile, q + first * MEM_DIM, t * DKV_Q, q_len, q_stride);
+        load_rows<HEAD_DIM_V, DKV_Q, DKV_THREADS, true>(tile + Q_TILE, d_o + first * MEM_DIM_V, t * DKV_Q, q_len, o_stride);
         if (threadIdx.x < 2 * DKV_Q) {
             const int which = threadIdx.x / DKV_Q, r = threadIdx.x % DKV_Q, i = t * DKV_Q + r;
             const float* source = which ? delta : lse;
@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     const int first_tile = seeing(0);
     int g = first_tile < q_tiles_of_head ? 0 : group, t = first_tile, stage = 0;
     const i64 kv_first = (i64)b * kv_len * kv_heads + own.kv_head;
-    load_rows<HEAD_DIM, DKV_ROWS, DKV_THREADS, false>(k_tile, k + kv_first * HEAD_DIM, j0, kv_len, k_stride);
-    if (DK) load_rows<HEAD_DIM_V, DKV_ROWS, DKV_THREADS, false>(v_tile, v + kv_first * HEAD_DIM_V, j0, kv_len, v_stride);
+    load_rows<HEAD_DIM, DKV_ROWS, DKV_THREADS, false>(k_tile, k + kv_first * MEM_DIM, j0, kv_len, k_stride);
+    if (DK) load_rows<HEAD_DIM_V, DKV_ROWS, DKV_THREADS, false>(v_tile, v + kv_first * MEM_DIM_V, j0, kv_len, v_stride);
     if (g < group) load_stage(0, first_head, t);
     cp_async_commit();
 
@@ -332,13 +332,13 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
     const int warp_key = mine.j0 + warp * 16;
     const i64 out = (i64)mine.b * kv_len * kv_heads + mine.kv_head;
     if (splits == 1) {
-        if (DK) store_rows<PART_QK>(k_tile + warp * 16 * QK_BYTES, dk_acc[0], scale, scale, dk + out * HEAD_DIM + column * PART_QK, warp_key, kv_len, k_stride);
-        if (DV) store_rows<PART_V>(v_tile + warp * 16 * V_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out * HEAD_DIM_V + column * PART_V, warp_key, kv_len, v_stride);
+        if (DK) store_rows<PART_QK>(k_tile + warp * 16 * QK_BYTES, dk_acc[0], scale, scale, dk + out * MEM_DIM + column * PART_QK, warp_key, kv_len, k_stride);
+        if (DV) store_rows<PART_V>(v_tile + warp * 16 * V_BYTES, dv_acc[0], keep_scale, keep_scale, dv + out * MEM_DIM_V + column * PART_V, warp_key, kv_len, v_stride);
         return;
     }
     const i64 rows_of_all = (i64)batch * kv_len;
-    float* const dk_part = partial + mine.part * rows_of_all * k_stride + out * HEAD_DIM + column * PART_QK;
-    float* const dv_part = partial + splits * rows_of_all * k_stride + mine.part * rows_of_all * v_stride + out * HEAD_DIM_V + column * PART_V;
+    float* const dk_part = partial + mine.part * rows_of_all * k_stride + out * MEM_DIM + column * PART_QK;
+    float* const dv_part = partial + splits * rows_of_all * k_stride + mine.part * rows_of_all * v_stride + out * MEM_DIM_V + column * PART_V;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int j = warp_key + (lane >> 2) + half * 8;
@@ -346,10 +346,10 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
         const i64 k_at = (i64)j * k_stride + (lane & 3) * 2, v_at = (i64)j * v_stride + (lane & 3) * 2;
         #pragma unroll
         for (int n = 0; n < PART_QK / 8; ++n)
-            if (DK) *reinterpret_cast<float2*>(dk_part + k_at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
+            if (DK && n * 8 < PART_QK - PADDING) *reinterpret_cast<float2*>(dk_part + k_at + n * 8) = make_float2(dk_acc[0][n][2 * half] * scale, dk_acc[0][n][2 * half + 1] * scale);
         #pragma unroll
         for (int n = 0; n < PART_V / 8; ++n)
-            if (DV) *reinterpret_cast<float2*>(dv_part + v_at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
+            if (DV && n * 8 < PART_V - PADDING) *reinterpret_cast<float2*>(dv_part + v_at + n * 8) = make_float2(dv_acc[0][n][2 * half] * keep_scale, dv_acc[0][n][2 * half + 1] * keep_scale);
     }
 }
 

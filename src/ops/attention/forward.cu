@@ -27,9 +27,9 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     const Rows rows{start0, len0, start1};
     const QueryBlock<FWD_ROWS> own(blockIdx.x / WIDE, batch, q_len, kv_len, q_heads, kv_heads);
     const int row0 = own.row0, last_row = min(row0 + FWD_ROWS, q_len) - 1;
-    const int k_stride = kv_heads * HEAD_DIM, v_stride = kv_heads * HEAD_DIM_V;
-    k += (i64)own.kv_row * k_stride + own.kv_head * HEAD_DIM;
-    v += (i64)own.kv_row * v_stride + own.kv_head * HEAD_DIM_V + blockIdx.x % WIDE * PART_V;
+    const int k_stride = kv_heads * MEM_DIM, v_stride = kv_heads * MEM_DIM_V;
+    k += (i64)own.kv_row * k_stride + own.kv_head * MEM_DIM;
+    v += (i64)own.kv_row * v_stride + own.kv_head * MEM_DIM_V + blockIdx.x % WIDE * PART_V;
 
     const int seen = min(rows.highest(row0, last_row) + 1, kv_len);      // keys that some row sees
     const int tiles = (seen + FWD_KV - 1) / FWD_KV;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
     const u64 element0 = ((u64)own.head_of_all * q_len + my_row) * kv_len;
 #endif
 
-    load_rows<HEAD_DIM, FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.first * HEAD_DIM, row0, q_len, q_heads * HEAD_DIM);
+    load_rows<HEAD_DIM, FWD_ROWS, FWD_THREADS, false>(q_tile, q + own.first * MEM_DIM, row0, q_len, q_heads * MEM_DIM);
     u8* const first_stage = kv_tiles + (first & 1) * STAGE;
     load_rows<HEAD_DIM, FWD_KV, FWD_THREADS, false>(first_stage, k, first * FWD_KV, kv_len, k_stride);
     load_rows<PART_V, FWD_KV, FWD_THREADS, false>(first_stage + K_TILE, v, first * FWD_KV, kv_len, v_stride);
@@ -184,6 +184,6 @@ extern "C" __global__ void __launch_bounds__(FWD_THREADS, FWD_BLOCKS_PER_SM) att
         }
         // Value rows are no wider than query rows, so the fragment's own q rows hold them.
         store_rows<PART_V>(q_tile + (warp_row + m * 16) * QK_BYTES, acc[m], inverse[0], inverse[1],
-                           o + mine.first * HEAD_DIM_V + part * PART_V, warp_row0 + m * 16, q_len, q_heads * HEAD_DIM_V);
+                           o + mine.first * MEM_DIM_V + part * PART_V, warp_row0 + m * 16, q_len, q_heads * MEM_DIM_V);
     }
 }

@@ -25,6 +25,8 @@ const PLAIN_HEAD_DIM: usize = 128;
 const LATENT_HEAD_DIM: usize = 192;
 /// Rows of one tensor-core fragment (mma m16n8k16).
 const FRAGMENT_ROWS: usize = 16;
+/// Elements of one 16-byte load.
+const PIECE: usize = 8;
 /// Most blocks in the x dimension of a grid.
 const MAX_GRID: usize = i32::MAX as usize;
 /// The dk/dv kernel splits the query heads of a group over blocks until it has this many: about four rounds
@@ -95,8 +97,8 @@ impl Tiles {
     /// `[dk, dv]`: which of the two the dk/dv kernel computes.
     fn defines(&self, s: &AttnShape, [dk, dv]: [bool; 2]) -> Vec<(&'static str, String)> {
         let all = [
-            ("HEAD_DIM", s.head_dim),
-            ("HEAD_DIM_V", s.value_dim()),
+            ("HEAD_DIM", tile_width(s.head_dim)),
+            ("HEAD_DIM_V", tile_width(s.value_dim())),
             ("DROPOUT", usize::from(s.dropout.is_some())),
             ("WINDOW", s.window().unwrap_or(0)),
             ("SINKS", usize::from(s.sinks)),
@@ -114,14 +116,21 @@ impl Tiles {
             ("DKV_DK", usize::from(dk)),
             ("DKV_DV", usize::from(dv)),
         ];
+        let padding = tile_width(s.head_dim) - s.head_dim;
+        let padding = (padding > 0).then_some(("PADDING", padding));
         let wide = (wide(s) > 1).then(|| ("WIDE", wide(s)));
-        all.into_iter().chain(wide).map(|(name, value)| (name, value.to_string())).collect()
+        all.into_iter().chain(padding).chain(wide).map(|(name, value)| (name, value.to_string())).collect()
     }
+}
+
+/// Width of a head in a tile: whole fragments.
+fn tile_width(width: usize) -> usize {
+    width.next_multiple_of(FRAGMENT_ROWS)
 }
 
 /// Bytes in shared memory of tiles of `qk` query or key rows and `v` value rows: `row_bytes` of tile.cuh.
 fn tile_bytes(s: &AttnShape, qk: usize, v: usize) -> usize {
-    let row = |width: usize| width * 2 + 16;
+    let row = |width: usize| tile_width(width) * 2 + 16;
     qk * row(s.head_dim) + v * row(s.value_dim())
 }
 
@@ -145,6 +154,9 @@ pub(super) fn check(s: &AttnShape) -> Result<(), DeviceError> {
     }
     if len0 + len1 != s.q_len() {
         return wrong(format!("chunks of {len0} and {len1} rows do not make {} query rows", s.q_len()));
+    }
+    if s.bidirectional && s.window.is_some() {
+        return wrong("a window in bidirectional attention; give one of the two".to_owned());
     }
     let last = |(start, len): (usize, usize)| if len == 0 { 0 } else { start + len - 1 };
     let highest = s.positions.chunks.map(last).into_iter().fold(0, usize::max);
@@ -175,11 +187,15 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
             s.head_dim
         )));
     }
-    let legal = |width: usize| width.is_multiple_of(FRAGMENT_ROWS * wide(s)) && width <= MAX_HEAD_DIM;
-    if !legal(s.head_dim) || !legal(s.value_dim()) || s.value_dim() > s.head_dim {
+    let (d, dv) = (s.head_dim, s.value_dim());
+    let whole = |width: usize| width.is_multiple_of(FRAGMENT_ROWS * wide(s));
+    // Tiles of keys and values are padded alike.
+    let legal = (whole(d) && whole(dv)) || (wide(s) == 1 && d == dv && d.is_multiple_of(PIECE));
+    if !legal || d > MAX_HEAD_DIM || dv > d {
         return Err(DeviceError::Invalid(format!(
             "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM} (of {} above \
-             {BLOCK_HEAD_DIM}), values no wider than keys; this model has {} and {}; use --device cpu",
+             {BLOCK_HEAD_DIM}, of {PIECE} where keys are as wide as values), values no wider than keys; this model has {} and \
+             {}; use --device cpu",
             2 * FRAGMENT_ROWS,
             s.head_dim,
             s.value_dim()
@@ -206,10 +222,10 @@ pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
     if s.dropout.is_some() {
         return Err("dropout draws from mbperf's own generator".to_owned());
     }
-    if s.positions.chunks[0] != (0, s.kv_len) || s.q_len() != s.kv_len {
+    if !s.bidirectional && (s.positions.chunks[0] != (0, s.kv_len) || s.q_len() != s.kv_len) {
         return Err("the rank holds parts of the sequence (context parallelism)".to_owned());
     }
-    if s.kv_len < 2 {
+    if s.kv_len < 2 || s.q_len() < 2 {
         return Err("a sequence of one token".to_owned());
     }
     Ok(SdpaSpec {
@@ -217,7 +233,9 @@ pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
         batch: s.batch(),
         q_heads: s.q_heads,
         kv_heads: s.kv_heads,
-        seq: s.kv_len,
+        seq: s.q_len(),
+        kv_seq: s.kv_len,
+        causal: !s.bidirectional,
         head_dim: s.head_dim,
         head_dim_v: s.value_dim(),
         scale_bits: (s.scale() as f32).to_bits(),
@@ -227,7 +245,11 @@ pub(super) fn sdpa(s: &AttnShape, pass: Pass) -> Result<SdpaSpec, String> {
 
 /// Parameters that end every attention kernel's list: shapes, positions, scale, dropout.
 fn shape_params(s: &AttnShape) -> Vec<Param> {
-    let [(start0, len0), (start1, _)] = s.positions.chunks;
+    let [(start0, len0), (start1, _)] = match s.bidirectional {
+        false => s.positions.chunks,
+        // The same kernels: rows that lie behind all keys see every one.
+        true => [(s.kv_len, s.q_len()), (s.kv_len, 0)],
+    };
     let int = |x: usize| Param::I32(x as i32);
     let mut params = vec![
         int(s.batch()),

@@ -1,4 +1,5 @@
-//! Causal attention with grouped query heads, forward and backward.
+//! Attention with grouped query heads, forward and backward: causal, or bidirectional, where every query sees every key
+//! and there may be more or fewer keys than queries (cross-attention, image towers, diffusion).
 //!
 //! `o = softmax(mask(q k^T / sqrt(d))) v` per head; query head h reads key and value head
 //! `h / (q_heads / kv_heads)`. A query row at global position p sees the keys at positions 0..=p, or with a window of w
@@ -27,7 +28,7 @@ use crate::program::DType;
 use std::ops::Range;
 
 /// Shapes of one attention. Rows of q, o and their gradients are `b * q_len + i`; rows of k and v are
-/// `b * kv_len + j` with j the global position.
+/// `b * kv_len + j` with j the global position (bidirectional: any order).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AttnShape {
     /// Of the query rows: `batch` sequences of `seq` = q_len local rows, in up to two chunks.
@@ -37,12 +38,15 @@ pub struct AttnShape {
     pub q_heads: usize,
     /// Divides `q_heads`.
     pub kv_heads: usize,
-    /// Width of a query and key head, d: on the device a multiple of 16 up to 256, or of 32 up to 512.
+    /// Width of a query and key head, d: on the device a multiple of 16 up to 256 (of 8 where values are as wide), or of 32
+    /// up to 512.
     pub head_dim: usize,
     /// Width of a value head, dv, where it is another one (multi-latent attention); `None`: `head_dim`.
     pub head_dim_v: Option<usize>,
     /// Factor of the scores; `None`: 1 / sqrt(head_dim).
     pub scale: Option<f64>,
+    /// Every row sees every key, whatever the positions.
+    pub bidirectional: bool,
     /// Keys that a row sees at most, its own among them; `None`: all up to its own.
     pub window: Option<usize>,
     /// One learned logit a head in the denominator, not scaled.
@@ -73,6 +77,9 @@ impl AttnShape {
     }
     /// Keys that local query row `i` sees.
     pub fn visible(&self, i: usize) -> Range<usize> {
+        if self.bidirectional {
+            return 0..self.kv_len;
+        }
         let end = self.positions.position(i) + 1;
         let first = self.window().map_or(0, |w| end.saturating_sub(w));
         first.min(self.kv_len)..end.min(self.kv_len)

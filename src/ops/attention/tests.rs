@@ -29,6 +29,11 @@ fn sunk(mut s: AttnShape) -> AttnShape {
     s
 }
 
+fn both_ways(mut s: AttnShape) -> AttnShape {
+    s.bidirectional = true;
+    s
+}
+
 /// Context-parallel rank 0 of 2 over 10 tokens: chunks 0 and 3, of odd and unequal lengths.
 fn two_chunks() -> Positions {
     Positions { batch: 2, seq: 5, chunks: [(0, 3), (8, 2)] }
@@ -49,6 +54,11 @@ fn cases() -> Vec<AttnShape> {
         sunk(shape(Positions::whole(2, 7), 7, 4, 2, 8)),
         sunk(windowed(shape(two_chunks(), 10, 4, 2, 8), 4)),
         sunk(windowed(dropped(shape(Positions::whole(2, 9), 9, 2, 1, 8), 0.3), 1)),
+        both_ways(shape(Positions::whole(2, 5), 5, 2, 2, 8)),
+        // Cross-attention: fewer and more keys than queries, grouped; a context-parallel rank's rows.
+        both_ways(shape(Positions::whole(2, 7), 3, 4, 2, 8)),
+        both_ways(shape(two_chunks(), 11, 2, 1, 8)),
+        both_ways(dropped(shape(Positions::whole(1, 3), 6, 2, 2, 8), 0.3)),
     ]
 }
 
@@ -149,6 +159,8 @@ fn windows_and_sinks_are_a_masked_softmax() {
         windowed(shape(Positions::whole(2, 9), 9, 4, 2, 8), 3),
         sunk(windowed(shape(two_chunks(), 10, 4, 2, 8), 4)),
         sunk(shape(Positions::whole(1, 6), 6, 2, 2, 8)),
+        both_ways(shape(Positions::whole(2, 4), 9, 4, 2, 8)),
+        both_ways(shape(two_chunks(), 3, 2, 2, 8)),
         // As wide as the sequence: hides nothing.
         windowed(shape(Positions::whole(1, 6), 6, 2, 2, 8), 6),
     ] {
@@ -167,7 +179,7 @@ fn windows_and_sinks_are_a_masked_softmax() {
                     .map(|j| {
                         let score: f64 = q.iter().zip(row(&values[1], j)).map(|(a, b)| a * b).sum();
                         let back = here - j as i64;
-                        let seen = back >= 0 && s.window.is_none_or(|w| back < w as i64);
+                        let seen = s.bidirectional || (back >= 0 && s.window.is_none_or(|w| back < w as i64));
                         if seen { score / (d as f64).sqrt() } else { f64::NEG_INFINITY }
                     })
                     .collect();
@@ -194,7 +206,13 @@ fn windows_and_sinks_are_not_for_cudnn() {
     assert!(launch::sdpa(&plain, Pass::Forward).is_ok());
     assert!(why(sunk(plain.clone())).contains("sink"));
     assert!(why(windowed(plain.clone(), 16)).contains("window of 16 keys"));
-    assert!(launch::sdpa(&windowed(plain, 64), Pass::Forward).is_ok());
+    assert!(launch::sdpa(&windowed(plain.clone(), 64), Pass::Forward).is_ok());
+    // The rows of a context-parallel rank are for cuDNN where no key is hidden from any.
+    let part = Positions { batch: 1, seq: 32, chunks: [(0, 16), (48, 16)] };
+    let part = AttnShape { positions: part, ..plain };
+    assert!(why(part.clone()).contains("context parallelism"));
+    let spec = launch::sdpa(&both_ways(part), Pass::Backward).unwrap();
+    assert_eq!((spec.seq, spec.kv_seq, spec.causal), (32, 64, false));
 }
 
 #[test]
@@ -209,6 +227,7 @@ fn illegal_shapes_are_refused_with_a_reason() {
     refused(AttnShape { kv_len: 0, ..good.clone() }, "at least 1");
     refused(dropped(good.clone(), 1.0), "[0, 1)");
     refused(windowed(good.clone(), 0), "see none");
+    refused(both_ways(windowed(good.clone(), 2)), "bidirectional");
     let short = Positions { batch: 1, seq: 4, chunks: [(0, 3), (0, 0)] };
     refused(AttnShape { positions: short, ..good }, "do not make 4");
 }
@@ -222,6 +241,7 @@ fn causal_work_is_counted_once() {
     let s = latent(s, 4);
     assert_eq!(AttnFwd { shape: s.clone() }.flops(), 60.0 * (8.0 + 4.0) * 2.0);
     assert_eq!(AttnBwd { shape: s }.flops(), 60.0 * (3.0 * 8.0 + 2.0 * 4.0) * 2.0);
+    assert_eq!(both_ways(shape(Positions::whole(2, 4), 7, 3, 1, 8)).pairs(), (2 * 3 * 4 * 7) as f64);
     // 1 + 2 + 2 + 2 keys of four.
     assert_eq!(windowed(shape(Positions::whole(2, 4), 4, 3, 1, 8), 2).pairs(), (2 * 3 * 7) as f64);
 }

@@ -3,6 +3,11 @@
 // A tile row holds D values (HEAD_DIM of a query or key, HEAD_DIM_V of a value) and one unused 16-byte piece. The
 // row stride is an odd number of such pieces, so the eight rows that one ldmatrix phase reads lie in eight
 // different bank groups.
+// Heads whose width is no multiple of 16 are PADDING values narrower in memory: their tiles are filled up with zeros.
+#ifndef PADDING
+#define PADDING 0
+#endif
+constexpr int MEM_DIM = HEAD_DIM - PADDING, MEM_DIM_V = HEAD_DIM_V - PADDING;   // of a head in memory
 constexpr int pieces(int d) { return d / 8; }                // 16-byte pieces of a row
 constexpr int row_bytes(int d) { return (pieces(d) + 1) * 16; }
 constexpr int steps(int d) { return d / 16; }                // mma steps along a row
@@ -82,15 +87,16 @@ __device__ __forceinline__ void load_rows(u8* tile, const bf16* matrix, int row0
     constexpr int PIECES = pieces(D), STEP = THREADS / PIECES;  // rows a pass
     const int r = threadIdx.x / PIECES, c = threadIdx.x % PIECES;
     if (THREADS % PIECES != 0 && r >= STEP) return;
-    const u8* src = reinterpret_cast<const u8*>(matrix + c * 8);
+    const bool there = !PADDING || c * 8 < D - PADDING;
+    const u8* src = reinterpret_cast<const u8*>(matrix + (there ? c * 8 : 0));
     u8* dst = tile + r * row_bytes(D) + c * 16;
     #pragma unroll
     for (int i = 0; i < ROWS; i += STEP) {
         if (ROWS % STEP != 0 && r + i >= ROWS) break;
         const int row = row0 + r + i;
         const u8* from = src + (i64)min(row, rows - 1) * (stride * 2);
-        if (ZERO)
-            cp_async16_zfill(dst + i * row_bytes(D), from, row < rows);
+        if (ZERO || PADDING)
+            cp_async16_zfill(dst + i * row_bytes(D), from, (!ZERO || row < rows) && there);
         else
             cp_async16(dst + i * row_bytes(D), from);
     }
@@ -176,7 +182,7 @@ __device__ __forceinline__ void store_rows(
     #pragma unroll
     for (int i = 0; i < 16 * PIECES; i += 32) {
         const int piece = i + lane, r = piece / PIECES, c = piece % PIECES;
-        if (row0 + r < rows)
+        if (row0 + r < rows && (!PADDING || c * 8 < D - PADDING))
             *reinterpret_cast<uint4*>(matrix + (i64)(row0 + r) * stride + c * 8) =
                 *reinterpret_cast<const uint4*>(tile + r * ROW_BYTES + c * 16);
     }

@@ -1,4 +1,12 @@
-//! Stand-ins for collectives: device copies of the bytes that this rank would send; and counts to the host.
+//! Collectives. Stand-ins of one process: device copies of the bytes that this rank would send; and counts to the host.
+//! Between processes: [`Exchange`], [`ExchangeRows`].
+
+mod exchange;
+pub mod held;
+mod rows;
+
+pub use exchange::{Exchange, Kind};
+pub use rows::{ExchangeRows, RowPlan};
 
 use super::support::{addresses, sample_of};
 use super::{ArgSpec, CpuArgs, Op, Real, Sample};
@@ -234,6 +242,9 @@ impl Op for StandIn {
     }
     fn stand_in(&self) -> bool {
         true
+    }
+    fn as_stand_in(&self) -> Option<&StandIn> {
+        Some(self)
     }
     fn tolerance(&self, _arg: usize) -> f64 {
         0.0

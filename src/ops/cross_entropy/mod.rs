@@ -1,5 +1,9 @@
 //! Softmax cross-entropy, loss and gradient in one pass over the logits, and the sum of the losses.
 
+mod vocab;
+
+pub use vocab::{STATS, VocabCrossEntropy, VocabStats};
+
 use super::support::{Draws, VECTOR, VECTOR_BYTES, addresses, aligned};
 use super::{ArgSpec, CpuArgs, Op, Real, Sample, int_param, tolerance};
 use crate::cpu_reference;

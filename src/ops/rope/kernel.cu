@@ -31,6 +31,28 @@
 
 __device__ const double inv_freq[] = { INV_FREQ };
 
+// AXES: each pair turns with one coordinate of its position, AXIS_OF_PAIR; src/ops/rope/axes.rs. 1: text with an image of
+// AXES_SECOND^2 tokens at AXES_FIRST (time, height, width); 2: patches of images of AXES_FIRST^2 (row, column); 3: of a video of
+// AXES_FIRST rows and AXES_SECOND columns (frame, row, column).
+#ifdef AXES
+__device__ const int axis_of_pair[] = { AXIS_OF_PAIR };
+__device__ __forceinline__ int coordinate(int pos, int axis) {
+#if AXES == 1
+    constexpr int IMAGE = AXES_SECOND * AXES_SECOND;
+    const int at = pos - AXES_FIRST;
+    if (at < 0) return pos;
+    if (at >= IMAGE) return pos - IMAGE + AXES_SECOND;
+    return AXES_FIRST + (axis == 0 ? 0 : axis == 1 ? at / AXES_SECOND : at % AXES_SECOND);
+#elif AXES == 3
+    return axis == 0 ? pos / (AXES_FIRST * AXES_SECOND) : axis == 1 ? pos / AXES_SECOND % AXES_FIRST : pos % AXES_SECOND;
+#else
+    constexpr int BLOCKS = AXES_FIRST / 2 > 0 ? AXES_FIRST / 2 : 1;
+    const int block = pos / 4, within = pos % 4;
+    return axis == 0 ? block / BLOCKS * 2 + within / 2 : block % BLOCKS * 2 + within % 2;
+#endif
+}
+#endif
+
 #if VEC == 8
 typedef uint4 Raw;
 __device__ __forceinline__ void unpack(Raw q, float v[VEC]) {
@@ -97,7 +119,11 @@ __device__ __forceinline__ int position(int token, int seq, int start0, int len0
 __device__ __forceinline__ void fill_angles(int pos, float (*table)[TABLE]) {
     __syncwarp();            // the table may still be read for the token before
     for (int i = threadIdx.x & 31; i < HALF; i += 32) {
+#ifdef AXES
+        const double angle = (double)coordinate(pos, axis_of_pair[i]) * inv_freq[i];
+#else
         const double angle = (double)pos * inv_freq[i];
+#endif
         const double turns = rint(angle * 0.15915494309189535);           // 1 / (2 pi)
         float s, c;
         __sincosf((float)fma(turns, -6.283185307179586, angle), &s, &c);

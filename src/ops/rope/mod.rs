@@ -5,6 +5,7 @@
 //! the host computes, so that they agree at any position; a model that rounds its frequencies to fp32 turns
 //! by up to position * 2^-24 radians less or more.
 
+pub mod axes;
 mod positions;
 mod reference;
 pub mod scaling;
@@ -17,6 +18,7 @@ use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 use crate::program::DType;
+pub use axes::Axes;
 pub use positions::Positions;
 pub use scaling::RopeScaling;
 
@@ -38,6 +40,8 @@ pub struct QkvRopeFwd {
     /// Epsilon of the per-head RMSNorm; `None`: no norm.
     pub qk_norm: Option<f64>,
     pub scaling: Option<RopeScaling>,
+    /// Several coordinates a position; not with `scaling`.
+    pub axes: Option<Axes>,
     /// The norms' weights are stored less one.
     pub zero_centered: bool,
     /// Rows of qkv end in `q_heads` more heads, the output gate's: skipped, and in the backward copied from `dgate`.
@@ -61,6 +65,7 @@ pub struct QkvRopeBwd {
     pub base: f64,
     pub qk_norm: Option<f64>,
     pub scaling: Option<RopeScaling>,
+    pub axes: Option<Axes>,
     pub zero_centered: bool,
     pub gated: bool,
 }
@@ -77,6 +82,7 @@ impl QkvRopeBwd {
             base: f.base,
             qk_norm: f.qk_norm,
             scaling: f.scaling,
+            axes: f.axes,
             zero_centered: f.zero_centered,
             gated: f.gated,
         }
@@ -92,6 +98,7 @@ impl QkvRopeBwd {
             base: self.base,
             qk_norm: self.qk_norm,
             scaling: self.scaling,
+            axes: self.axes,
             zero_centered: self.zero_centered,
             gated: self.gated,
             bias: false,
@@ -122,7 +129,10 @@ impl QkvRopeFwd {
 
     /// Radians per token of pair i, for i < rotary_dim / 2.
     pub fn inverse_frequencies(&self) -> Vec<f64> {
-        scaling::frequencies(self.rotary_dim, self.base, self.scaling)
+        match self.axes {
+            Some(axes) => axes.frequencies(self.rotary_dim / 2, self.base),
+            None => scaling::frequencies(self.rotary_dim, self.base, self.scaling),
+        }
     }
 
     /// Shapes of qkv, q, and k or v.
@@ -154,7 +164,7 @@ impl QkvRopeFwd {
     }
 
     fn defines(&self, cut: &Cut) -> Vec<(&'static str, String)> {
-        vec![
+        let mut all = vec![
             ("HEAD_DIM", self.head_dim.to_string()),
             ("ROTARY_DIM", self.rotary_dim.to_string()),
             ("VEC", cut.vector.to_string()),
@@ -164,7 +174,9 @@ impl QkvRopeFwd {
             ("ZERO_CENTERED", usize::from(self.zero_centered).to_string()),
             ("GATED", usize::from(self.gated).to_string()),
             ("BIAS", usize::from(self.bias).to_string()),
-        ]
+        ];
+        all.extend(self.axes.map_or(Vec::new(), |axes| axes.defines(self.rotary_dim / 2)));
+        all
     }
 
     /// Warps that share a token: one when there are tokens enough, never more than it has head groups.

@@ -9,11 +9,16 @@ use rayon::prelude::*;
 impl QkvRopeFwd {
     /// (cos, sin) times the amplitude of every pair at the position of row `token`.
     fn turns<T: Real>(&self, inv_freq: &[f64], token: usize) -> Vec<(T, T)> {
-        let position = self.positions.position(token) as f64;
+        let position = self.positions.position(token);
         let amplitude = scaling::amplitude(self.scaling);
+        let at = |i: usize| match self.axes {
+            Some(axes) => axes.coordinate(position, axes.of_pair(i, inv_freq.len())) as f64,
+            None => position as f64,
+        };
         inv_freq
             .iter()
-            .map(|f| ((position * f).cos(), (position * f).sin()))
+            .enumerate()
+            .map(|(i, f)| ((at(i) * f).cos(), (at(i) * f).sin()))
             .map(|(c, s)| (T::of(amplitude * c), T::of(amplitude * s)))
             .collect()
     }

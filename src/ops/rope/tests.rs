@@ -14,6 +14,7 @@ fn forward(head_dim: usize, rotary_dim: usize, qk_norm: Option<f64>) -> QkvRopeF
         base: 100.0,
         qk_norm,
         scaling: None,
+        axes: None,
         zero_centered: false,
         gated: false,
         bias: false,
@@ -51,6 +52,7 @@ fn backward(f: &QkvRopeFwd) -> QkvRopeBwd {
         base: f.base,
         qk_norm: f.qk_norm,
         scaling: f.scaling,
+        axes: f.axes,
         zero_centered: f.zero_centered,
         gated: f.gated,
     }
@@ -160,6 +162,37 @@ fn scaled_rotation_has_its_gradient() {
     let grads = run_f64(&QkvRopeBwd::of(&fwd), &b);
     let outs: Vec<(usize, &[f64])> = douts.iter().enumerate().map(|(i, d)| (1 + i, d.as_slice())).collect();
     check_op_gradient(&fwd, &v, &outs, 0, &grads[3]);
+}
+
+/// Several axes: a pair of an image's token turns with its row or column, a pair of text with its place; and the gradient.
+#[test]
+fn axes_turn_pairs_by_their_coordinates() {
+    let text = Axes::Text { start: 1, side: 2, section: [2, 1, 1] };
+    for (axes, positions) in
+        [(text, Positions::whole(2, 7)), (Axes::Patches { side: 4 }, Positions::whole(1, 16))]
+    {
+        let mut fwd = forward(8, 8, None);
+        (fwd.axes, fwd.positions) = (Some(axes), positions);
+        let v = inputs(&fwd, 4);
+        check_f32_against_f64(&fwd, &v);
+        let after = run_f64(&fwd, &v);
+        let frequencies = axes.frequencies(4, 100.0);
+        for row in 0..positions.rows() {
+            for (i, f) in frequencies.iter().enumerate() {
+                let angle = axes.coordinate(row % positions.seq, axes.of_pair(i, 4)) as f64 * f;
+                let (x, y) = (v[0][row * 56 + i], v[0][row * 56 + i + 4]);
+                let q = &after[1][row * 24..];
+                assert!((q[i] - (x * angle.cos() - y * angle.sin())).abs() < 1e-12, "{axes:?} row {row}");
+            }
+        }
+        let douts: Vec<Vec<f64>> = (0..3).map(|i| normals(after[1 + i].len(), 50 + i as u32, 1.0)).collect();
+        let mut b = douts.clone();
+        b.push(vec![]);
+        let grads = run_f64(&QkvRopeBwd::of(&fwd), &b);
+        let outs: Vec<(usize, &[f64])> =
+            douts.iter().enumerate().map(|(i, d)| (1 + i, d.as_slice())).collect();
+        check_op_gradient(&fwd, &v, &outs, 0, &grads[3]);
+    }
 }
 
 #[test]

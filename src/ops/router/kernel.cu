@@ -5,6 +5,9 @@
 #ifndef SQRT_SOFTPLUS
 #define SQRT_SOFTPLUS 0                    // with SIGMOID: the score is sqrt(softplus) in place of the sigmoid
 #endif
+#ifndef FIRST_TOKEN
+#define FIRST_TOKEN 0  // of this tensor rank's rows in the micro-batch
+#endif
 #define SLOTS ((EXPERTS + 31) / 32)
 #define TOKENS_PER_BLOCK 8
 #define FULL 0xffffffffu
@@ -80,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256) router_fwd(
         x[j] = -INFINITY_F;
         if (e < EXPERTS) {
 #if FORCED
-            x[j] = normal_of(draw4(words, seed_offset, draw, (u32)t * EXPERTS + e));
+            x[j] = normal_of(draw4(words, seed_offset, draw, (u32)(FIRST_TOKEN + t) * EXPERTS + e));
     #if SKEW
             // The logarithm in fp64: rounded to fp32 it is the reference's, so the choice is too.
             x[j] = __fadd_rn(x[j], (float)(-log(1.0 + (double)e)));

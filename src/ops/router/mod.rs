@@ -59,6 +59,8 @@ pub struct RouterFwd {
     pub groups: Option<Groups>,
     /// The experts are a fixed function of the token's id, whatever its scores are (DeepSeek-V4's first layers).
     pub hash: Option<Hash>,
+    /// Of these rows among those of the micro-batch, where tensor ranks share them: forced draws count from there.
+    pub first_token: usize,
 }
 
 /// A fixed table of experts by token id: as random and distinct as the published one, by Philox in place of memory.
@@ -213,6 +215,10 @@ impl Op for RouterFwd {
         let Groups { count, chosen } = self.groups.unwrap_or(Groups { count: 1, chosen: 1 });
         defines.push(("GROUPS", count.to_string()));
         defines.push(("GROUPS_CHOSEN", chosen.to_string()));
+        if self.first_token > 0 {
+            let first = crate::ops::int_param(self.name(), "first_token", self.first_token)?;
+            defines.push(("FIRST_TOKEN", first.to_string()));
+        }
         let none = DevPtr(0);
         let words = if self.forced.is_some() { args[1] } else { none };
         let out = self.outputs_at();

@@ -59,7 +59,7 @@ fn choose_in_groups<T: Real>(values: &[T], Groups { count, chosen }: Groups, out
 impl RouterFwd {
     /// Forced logit of (token, expert), in f32 on every device: the choice must not depend on it.
     fn forced_logit(&self, rng: &Rng, words: &[i32], t: usize, e: usize) -> f32 {
-        let draw = normal_of(rng.draw4(words, (t * self.experts + e) as u32));
+        let draw = normal_of(rng.draw4(words, ((self.first_token + t) * self.experts + e) as u32));
         if self.skew { draw + -(1.0 + e as f64).ln() as f32 } else { draw }
     }
 
@@ -208,6 +208,7 @@ pub(super) fn consistent_inputs(op: &RouterBwd, seed: u64) -> Option<Vec<Vec<f64
         expert_bias: false,
         groups: None,
         hash: None,
+        first_token: 0,
     };
     let (mut scores, mut probs) = (vec![0f32; t * e], vec![0f32; t * k]);
     let (mut index, mut counts) = (vec![0i32; t * k], vec![0i32; e]);

@@ -14,6 +14,7 @@ fn forward(tokens: usize, experts: usize, topk: usize, score: ScoreFunction, pre
         expert_bias: false,
         groups: None,
         hash: None,
+        first_token: 0,
     }
 }
 
@@ -217,6 +218,7 @@ fn experts_come_from_the_best_groups() {
             for biased in [false, true] {
                 let op = RouterFwd {
                     groups: Some(groups),
+                    first_token: 0,
                     expert_bias: biased,
                     ..forward(tokens, experts, topk, score, pre)
                 };

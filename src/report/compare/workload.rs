@@ -3,6 +3,7 @@
 
 use crate::args::{self, Args, Command, OptimizerChoice, Staging, defaults};
 use crate::config::{ExpertGemm, Routing};
+use crate::ops::collective::held::CommModel;
 use std::collections::BTreeMap;
 
 /// The settings in one canonical text; empty when there are none. `None`: no command line of a run.
@@ -56,6 +57,7 @@ fn of(args: &Args) -> String {
     add("--expert_gemm", (own.expert_gemm != ExpertGemm::Grouped).then(|| format!("{:?}", own.expert_gemm)));
     add("--graph_staging", (own.graph_staging != Staging::Auto).then(|| format!("{:?}", own.graph_staging)));
     add("--optimizer", (own.optimizer != OptimizerChoice::Adam).then(|| format!("{:?}", own.optimizer)));
+    add("--comm_model", (own.comm_model != CommModel::Copy).then(|| own.comm_model.to_string()));
     add("--full_size", own.full_size.then(|| "true".into()));
     // The last of a repeated key is in force.
     let given = args.overrides.iter().filter_map(|o| o.split_once('='));

@@ -21,6 +21,7 @@ pub struct StepsFile {
 pub enum Pacing {
     RunAhead,
     Sync,
+    Drained,
     Modelled,
 }
 
@@ -128,6 +129,7 @@ pub fn steps(path: &Path, whole: bool) -> Result<Option<StepsFile>, String> {
             pacing: match line.text("pacing") {
                 "run_ahead" => Pacing::RunAhead,
                 "sync" => Pacing::Sync,
+                "drained" => Pacing::Drained,
                 "modelled" => Pacing::Modelled,
                 _ => return Err(line.wrong("pacing")),
             },

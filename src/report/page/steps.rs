@@ -142,6 +142,7 @@ fn panels(run: &Run, steps: &[Step]) -> Vec<Panel> {
     for (pacing, title, column) in [
         (Pacing::RunAhead, "timed: one step runs ahead [ms]", "step_time_ms_median"),
         (Pacing::Sync, "timed: each step waited for [ms]", "step_time_ms_sync_median"),
+        (Pacing::Drained, "issued to a queue that never fills [ms]", ""),
         (Pacing::Modelled, "timed: under the host model [ms]", "step_time_ms_modelled_median"),
     ] {
         let dots: Vec<Dot> = timed.iter().filter(|(p, _)| *p == pacing).map(|(_, d)| *d).collect();

@@ -4,7 +4,7 @@ use super::super::{Stack, WorkloadError};
 use super::Dims;
 use super::router::Routes;
 use crate::config::ExpertGemm;
-use crate::ops::collective::{Collective, CountsToHost, StandIn};
+use crate::ops::collective::{Collective, CountsToHost, Exchange, ExchangeRows, Kind, RowPlan, StandIn};
 use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
 
@@ -81,6 +81,9 @@ impl Stack<'_> {
         self.b.launch(sort, &[routes.index, routes.probs, offsets, dest, src, fault]);
         if d.flex {
             self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
+        }
+        let received = self.plan_rows(l, d, offsets, fault);
+        if d.flex {
             self.counts_to_host(l, d, offsets);
         }
         let rows = self.act(l, "moe.rows", &[d.rows, d.w]);
@@ -96,14 +99,14 @@ impl Stack<'_> {
         if !d.two_sorts {
             return Ok(ExpertRows { rows, row_probs, offsets });
         }
-        let sent = self.all_to_all(l, "moe.rows", rows, DType::Bf16, d.rows, d.w);
-        let sent_probs = self.all_to_all(l, "moe.row_probs", row_probs, DType::F32, d.rows, 1);
+        let sent = self.all_to_all(l, d, "moe.rows", rows, DType::Bf16, d.w, false);
+        let sent_probs = self.all_to_all(l, d, "moe.row_probs", row_probs, DType::F32, 1, false);
         let [map, inverse] =
             ["moe.chunk_src", "moe.chunk_dest"].map(|n| self.act_as(l, n, DType::I32, &[d.rows]));
         let sorted = self.expert_rows(l, d);
         self.b.launch(
             ChunkMap { experts: d.experts, local: d.local, rows: d.rows },
-            &[offsets, sorted.offsets, map, inverse],
+            &[received, sorted.offsets, map, inverse],
         );
         self.b.launch(
             GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: true },
@@ -157,7 +160,7 @@ impl Stack<'_> {
         if !d.two_sorts {
             return drows;
         }
-        let sent = self.all_to_all(l, "moe.drows", drows, DType::Bf16, d.rows, d.w);
+        let sent = self.all_to_all(l, d, "moe.drows", drows, DType::Bf16, d.w, false);
         let map = self.act_as(l, "moe.chunk_src", DType::I32, &[d.rows]);
         let sorted = self.act(l, "moe.dsorted", &[d.rows, d.w]);
         self.b.launch(
@@ -191,8 +194,39 @@ impl Stack<'_> {
         (dy_experts, dprobs)
     }
 
+    /// Offsets of what this rank receives: its own by one process, those of the plan of all ranks otherwise; padded bins are
+    /// the same everywhere.
+    fn plan_rows(&mut self, l: usize, d: &Dims, offsets: BufId, fault: BufId) -> BufId {
+        let group = self.share.place.expert.clone().filter(|_| !d.padded);
+        let Some(group) = group else { return offsets };
+        let (ranks, own, n) = (group.len(), group.own, d.experts + 1);
+        let all = self.act_as(l, "moe.offsets_of_ranks", DType::I32, &[ranks * n]);
+        let kind = Kind::AllGather;
+        self.b.launch(Exchange { kind, group, rows: 1, cols: n, dtype: DType::I32 }, &[offsets, all]);
+        let plan = self.act_as(l, "moe.row_plan", DType::I32, &[2 * n]);
+        self.b.launch(RowPlan { ranks, own, local: d.local, rows: d.rows }, &[all, plan, fault]);
+        let name = self.b.program.buffer(plan).name.clone() + ".received";
+        let found = self.b.find(&name);
+        found.unwrap_or_else(|| self.b.view(&name, plan, n, &[n], Init::Inherit, Default::default()))
+    }
+
+    /// The plan of the rows between processes on the host.
+    fn host_plan(&mut self, l: usize, d: &Dims) -> BufId {
+        let name = self.b.in_slot(&format!("l{l}.moe.host_plan"));
+        let shape = [2 * (d.experts + 1)];
+        self.b.buffer(&name, DType::I32, &shape, Lifetime::Host, Init::Const { value: 0.0 })
+    }
+
     /// Where the offsets of the sorted rows lie on the host.
     pub(super) fn host_counts(&mut self, l: usize, d: &Dims) -> BufId {
+        if self.share.place.expert.is_some() && !d.padded {
+            let plan = self.host_plan(l, d);
+            let name = self.b.program.buffer(plan).name.clone() + ".received";
+            let n = d.experts + 1;
+            let found = self.b.find(&name);
+            return found
+                .unwrap_or_else(|| self.b.view(&name, plan, n, &[n], Init::Inherit, Default::default()));
+        }
         // One a slot: the backward's products read it after later micro-batches' forward passes.
         let name = self.b.in_slot(&format!("l{l}.moe.host_counts"));
         self.b.buffer(&name, DType::I32, &[d.bins + 1], Lifetime::Host, Init::Const { value: 0.0 })
@@ -205,21 +239,42 @@ impl Stack<'_> {
         if !d.host_counts || (self.cfg.stack_only && !per_expert) {
             return;
         }
+        if self.share.place.expert.is_some() && !d.padded {
+            let (plan, host) =
+                (self.act_as(l, "moe.row_plan", DType::I32, &[2 * (d.experts + 1)]), self.host_plan(l, d));
+            self.b.launch(CountsToHost { len: 2 * (d.experts + 1) }, &[plan, host]);
+            return;
+        }
         let host = self.host_counts(l, d);
         self.b.launch(CountsToHost { len: d.bins + 1 }, &[offsets, host]);
     }
 
+    /// Rows to their experts' ranks, or back.
+    #[allow(clippy::too_many_arguments)]
     fn all_to_all(
         &mut self,
         l: usize,
+        d: &Dims,
         name: &str,
         x: BufId,
         dtype: DType,
-        rows: usize,
         cols: usize,
+        back: bool,
     ) -> BufId {
+        let rows = d.rows;
         let shape: &[usize] = if cols == 1 { &[rows] } else { &[rows, cols] };
         let out = self.act_as(l, &format!("{name}.received"), dtype, shape);
+        if let Some(group) = self.share.place.expert.clone() {
+            if d.padded {
+                let rows = rows / group.len();
+                self.b.launch(Exchange { kind: Kind::AllToAll, group, rows, cols, dtype }, &[x, out]);
+            } else {
+                let plan = self.host_plan(l, d);
+                self.b
+                    .launch(ExchangeRows { group, local: d.local, rows, cols, dtype, back }, &[x, plan, out]);
+            }
+            return out;
+        }
         self.b.launch(
             StandIn { kind: Collective::AllToAll, rows, cols, ranks: self.cfg.parallel.ep, dtype },
             &[x, out],
@@ -241,13 +296,13 @@ impl Stack<'_> {
         let op = GatherRows { rows: d.rows, in_rows: d.rows, hidden: d.w, div: 1, probs: scalars.is_some() };
         let Some(scalars) = scalars else {
             self.b.launch(op, &[rows, inverse, unsorted]);
-            return (self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.w), None);
+            return (self.all_to_all(l, d, name, unsorted, DType::Bf16, d.w, true), None);
         };
         let name_of_scalars = format!("{name}.scalars");
         let unsorted_scalars = self.act_as(l, &format!("{name_of_scalars}.unsorted"), DType::F32, &[d.rows]);
         self.b.launch(op, &[rows, inverse, scalars, unsorted, unsorted_scalars]);
-        let returned = self.all_to_all(l, name, unsorted, DType::Bf16, d.rows, d.w);
-        (returned, Some(self.all_to_all(l, &name_of_scalars, unsorted_scalars, DType::F32, d.rows, 1)))
+        let returned = self.all_to_all(l, d, name, unsorted, DType::Bf16, d.w, true);
+        (returned, Some(self.all_to_all(l, d, &name_of_scalars, unsorted_scalars, DType::F32, 1, true)))
     }
 
     /// Set when more rows arrive than the buffers hold: one word a layer, in one buffer.

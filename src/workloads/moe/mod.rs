@@ -94,14 +94,16 @@ struct Dims {
     host_counts: bool,
 }
 
-/// Whether a transfer and a second sort follow the first: alltoall over several ranks.
-fn two_sorts(cfg: &RunConfig, moe: &Moe) -> bool {
-    moe.dispatcher == Dispatcher::Alltoall && cfg.parallel.ep > 1 && !cfg.stack_only
+/// Whether a transfer and a second sort follow the first: alltoall over several ranks, and every dispatcher where they
+/// are processes of this run (NCCL moves the rows of the flex dispatcher too).
+fn two_sorts(cfg: &RunConfig, share: &RankShare, moe: &Moe) -> bool {
+    let alltoall = moe.dispatcher == Dispatcher::Alltoall && cfg.parallel.ep > 1 && !cfg.stack_only;
+    alltoall || share.place.expert.is_some()
 }
 
 /// Bins of the first sort, and what each keeps of the choices of `tokens`.
 fn bins(cfg: &RunConfig, share: &RankShare, moe: &Moe, tokens: usize) -> (usize, Option<Capacity>) {
-    let bins = if two_sorts(cfg, moe) { moe.num_experts } else { share.experts };
+    let bins = if two_sorts(cfg, share, moe) { moe.num_experts } else { share.experts };
     // Megatron-Core `get_capacity`: ceil(tokens * topk / experts * factor), here of the bins that are sorted into.
     let capacity = moe.capacity_factor.map(|factor| Capacity {
         rows: ((tokens * moe.router_topk) as f64 / bins as f64 * factor).ceil() as usize,
@@ -119,7 +121,7 @@ pub fn capacity(cfg: &RunConfig, share: &RankShare) -> Option<(usize, Capacity)>
 }
 
 fn dims(s: &Stack, moe: &Moe) -> Dims {
-    let two_sorts = two_sorts(s.cfg, moe);
+    let two_sorts = two_sorts(s.cfg, s.share, moe);
     let (t, local, topk) = (s.split_tokens, s.share.experts, moe.router_topk);
     let (bins, capacity) = bins(s.cfg, s.share, moe, t);
     let padded = capacity.is_some_and(|c| c.padded);
@@ -127,7 +129,9 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
     // padding, which products pass over by the offsets on the device; more of them fail the row.
     let rank_rows = moe.rank_capacity_factor.map(|factor| ((t * topk) as f64 * factor).ceil() as usize);
     // One process receives exactly the rows it sends, so a bound above 1 reserves nothing more here.
-    let bound = (((t * topk) as f64 * moe.row_bound).ceil() as usize).min(t * topk);
+    let most = t * topk * s.share.place.expert.as_ref().map_or(1, |g| g.len());
+    // Of several, a rank must hold what it sends, and what comes by the bound.
+    let bound = (((t * topk) as f64 * moe.row_bound).ceil() as usize).max(t * topk).min(most);
     let rows = match capacity {
         Some(c) if c.padded => c.rows * bins,
         Some(c) => bound.min(c.rows * bins),
@@ -150,7 +154,8 @@ fn dims(s: &Stack, moe: &Moe) -> Dims {
         bins,
         two_sorts,
         flex: moe.dispatcher == Dispatcher::Flex,
-        host_counts: !static_rows,
+        // Messages between processes are sized on the host unless every bin is padded.
+        host_counts: !static_rows || (s.share.place.expert.is_some() && !padded),
     }
 }
 

@@ -3,8 +3,10 @@
 use super::super::{PIPELINE_SEED, Stack, WorkloadError};
 use super::Dims;
 use crate::config::{Moe, Routing};
+use crate::ops::collective::{Exchange, Kind};
 use crate::ops::rng::Rng;
 use crate::ops::router::{Groups, Hash, RouterBwd, RouterFwd};
+use crate::ops::step::Copy;
 use crate::program::{BufId, DType};
 
 /// What the router hands on, of one layer.
@@ -47,6 +49,7 @@ impl Stack<'_> {
             skew: moe.routing == Routing::Skewed,
             expert_bias: moe.expert_bias && hash.is_none(),
             hash,
+            first_token: if self.split() { self.share.place.tp * self.split_tokens } else { 0 },
             groups: (moe.num_groups > 1).then_some(Groups { count: moe.num_groups, chosen: moe.group_topk }),
         })
     }
@@ -83,6 +86,18 @@ impl Stack<'_> {
         Ok(r)
     }
 
+    /// Counts that the auxiliary loss rests on, and the ranks that they are of: those of the whole micro-batch where
+    /// tensor ranks share its tokens (Megatron-Core `moe_utils.py`, `switch_load_balancing_loss_func`).
+    fn counts_of_tensor_ranks(&mut self, l: usize, d: &Dims, counts: BufId, wanted: bool) -> (BufId, usize) {
+        let group = self.share.place.tensor.clone().filter(|_| wanted && self.split());
+        let Some(group) = group else { return (counts, 1) };
+        let (ranks, dtype) = (group.len(), DType::I32);
+        let all = self.act_as(l, "moe.counts_of_ranks", dtype, &[d.experts]);
+        self.b.launch(Copy { dtype, len: d.experts }, &[counts, all]);
+        self.b.launch(Exchange { kind: Kind::AllReduce, group, rows: 1, cols: d.experts, dtype }, &[all]);
+        (all, ranks)
+    }
+
     /// Gradient of `y` through the router, plus `dy_experts`.
     pub(super) fn route_backward(
         &mut self,
@@ -98,7 +113,9 @@ impl Stack<'_> {
         let router = self.router(l)?;
         let aux = matches!(moe.load_balancing_type.as_str(), "aux_loss" | "seq_aux_loss" | "global_aux_loss");
         // The auxiliary loss is scaled like the main one: by the micro-batches of a step.
-        let aux_scale = 1.0 / self.cfg.batch.num_microbatches as f32;
+        let aux_scale = 1.0 / (self.cfg.batch.num_microbatches * self.share.place.summed()) as f32;
+        let aux_coeff = if aux && !self.cfg.stack_only { moe.aux_loss_coeff } else { 0.0 };
+        let (counts, ranks) = self.counts_of_tensor_ranks(l, d, r.counts, aux_coeff != 0.0);
         let op = RouterBwd {
             tokens: d.t,
             experts: d.experts,
@@ -106,10 +123,10 @@ impl Stack<'_> {
             score: router.score,
             pre_softmax: router.pre_softmax,
             scaling: router.scaling,
-            aux_coeff: if aux && !self.cfg.stack_only { moe.aux_loss_coeff } else { 0.0 },
+            aux_coeff: aux_coeff / (ranks * ranks) as f64,
             aux_scale,
         };
-        self.b.launch(op, &[r.scores, r.probs, r.index, dprobs, r.counts, dlogits]);
+        self.b.launch(op, &[r.scores, r.probs, r.index, dprobs, counts, dlogits]);
         let router_w = self.moe_weight(l, "router")?;
         self.weight_gradient(router_w.grad, dlogits, y, d.t, d.experts, d.h);
         self.bias_gradient(dlogits, self.bias(l, "moe.router"), d.t, d.experts);

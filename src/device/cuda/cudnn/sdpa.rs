@@ -1,4 +1,4 @@
-//! Causal attention as operation graphs, forward and backward, in the shape that cuDNN's fused attention engines
+//! Attention, causal or not, as operation graphs, forward and backward, in the shape that cuDNN's fused attention engines
 //! recognise (documented with the "fused flash attention" engines of the graph API; needed below cuDNN 9.21,
 //! which has one node for it).
 //!
@@ -15,7 +15,7 @@ pub enum Pass {
     Backward,
 }
 
-/// One causal attention over whole sequences, bf16 with fp32 accumulation.
+/// One attention over whole sequences, bf16 with fp32 accumulation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct SdpaSpec {
     pub pass: Pass,
@@ -23,8 +23,12 @@ pub struct SdpaSpec {
     pub q_heads: usize,
     /// Divides `q_heads`.
     pub kv_heads: usize,
-    /// Query rows and keys of a sequence.
+    /// Query rows of a sequence.
     pub seq: usize,
+    /// Keys of a sequence; as many as rows if causal.
+    pub kv_seq: usize,
+    /// A row sees the keys up to its own alone.
+    pub causal: bool,
     /// Width of a query and key head.
     pub head_dim: usize,
     /// Width of a value head.
@@ -84,8 +88,8 @@ impl SdpaSpec {
         self.pass == Pass::Backward && !self.deterministic
     }
 
-    fn extents(&self) -> [i64; 5] {
-        [self.batch, self.q_heads, self.kv_heads, self.seq, self.head_dim].map(|x| x as i64)
+    fn extents(&self) -> [i64; 6] {
+        [self.batch, self.q_heads, self.kv_heads, self.seq, self.kv_seq, self.head_dim].map(|x| x as i64)
     }
 
     /// Unique ids of the arguments.
@@ -99,7 +103,7 @@ impl SdpaSpec {
     fn spells_lengths(&self, version: usize) -> bool {
         self.pass == Pass::Backward
             && version <= LAST_WITHOUT_TAILS
-            && !self.seq.is_multiple_of(BACKWARD_TILE)
+            && !(self.seq.is_multiple_of(BACKWARD_TILE) && self.kv_seq.is_multiple_of(BACKWARD_TILE))
     }
 
     /// Memory beside the arguments.
@@ -112,9 +116,9 @@ impl SdpaSpec {
                 all.push(Scratch { uid: uid::DQ_SUM, bytes: rows * self.head_dim * 4, fill: None });
             }
             if self.spells_lengths(version) {
-                let fill = Some(self.seq as u32);
-                all.push(Scratch { uid: uid::Q_LENGTHS, bytes: self.batch * 4, fill });
-                all.push(Scratch { uid: uid::KV_LENGTHS, bytes: self.batch * 4, fill });
+                let lengths = [(uid::Q_LENGTHS, self.seq), (uid::KV_LENGTHS, self.kv_seq)];
+                let filled = |(uid, n)| Scratch { uid, bytes: self.batch * 4, fill: Some(n as u32) };
+                all.extend(lengths.map(filled));
             }
         }
         all
@@ -136,27 +140,27 @@ impl SdpaSpec {
     }
 
     fn q_dims(&self) -> Dims {
-        let [b, h, _, s, d] = self.extents();
+        let [b, h, _, s, _, d] = self.extents();
         [b, h, s, d]
     }
     fn o_dims(&self) -> Dims {
-        let [b, h, _, s, _] = self.extents();
+        let [b, h, _, s, ..] = self.extents();
         [b, h, s, self.head_dim_v as i64]
     }
     fn k_dims(&self) -> Dims {
-        let [b, _, h, s, d] = self.extents();
-        [b, h, s, d]
+        let [b, _, h, _, k, d] = self.extents();
+        [b, h, k, d]
     }
     fn v_dims(&self) -> Dims {
-        let [b, _, h, s, _] = self.extents();
-        [b, h, s, self.head_dim_v as i64]
+        let [b, _, h, _, k, _] = self.extents();
+        [b, h, k, self.head_dim_v as i64]
     }
     fn score_dims(&self) -> Dims {
-        let [b, h, _, s, _] = self.extents();
-        [b, h, s, s]
+        let [b, h, _, s, k, _] = self.extents();
+        [b, h, s, k]
     }
     fn row_dims(&self) -> Dims {
-        let [b, h, _, s, _] = self.extents();
+        let [b, h, _, s, ..] = self.extents();
         [b, h, s, 1]
     }
 
@@ -174,7 +178,7 @@ impl SdpaSpec {
         let raw = g.inner("scores", f32_, self.score_dims(), packed(self.score_dims()))?;
         g.matmul(q, kt, raw, Bounds::default())?;
         let scaled = g.map("scaled", Mode::CUDNN_POINTWISE_MUL, &[raw, scale])?;
-        let s = causal(&mut g, scaled)?;
+        let s = if self.causal { causal(&mut g, scaled)? } else { scaled };
         // Softmax, and the logarithm of its denominator.
         let row = self.row_dims();
         let top = g.inner("max", f32_, row, packed(row))?;
@@ -236,12 +240,23 @@ impl SdpaSpec {
             s = padded(&mut g, s, rows, keys)?;
         }
         let shifted = g.map("shifted", Mode::CUDNN_POINTWISE_SUB, &[s, lse])?;
-        let masked = causal(&mut g, shifted)?;
+        let masked = if self.causal { causal(&mut g, shifted)? } else { shifted };
         let p = g.map("p", Mode::CUDNN_POINTWISE_EXP, &[masked])?;
 
         // dv = p^T do, summed over the query heads of a group.
         let pt = g.transpose("p^T", bf16, p)?;
-        self.kv_gradient(&mut g, "dv", od, pt, d_o, dv, Bounds { m: keys, n: None, k: rows })?;
+        // Of every query head, before a group is added up.
+        let [b, h, _, _, keys_of_all, _] = self.extents();
+        let whole = |width: usize| [b, h, keys_of_all, width as i64];
+        self.kv_gradient(
+            &mut g,
+            "dv",
+            whole(self.head_dim_v),
+            pt,
+            d_o,
+            dv,
+            Bounds { m: keys, n: None, k: rows },
+        )?;
 
         // ds = scale p (do v^T - delta); dk = ds^T q.
         let dp = g.inner("dp", f32_, self.score_dims(), packed(self.score_dims()))?;
@@ -250,7 +265,15 @@ impl SdpaSpec {
         let weighted = g.map("weighted", Mode::CUDNN_POINTWISE_MUL, &[centred, p])?;
         let ds = g.map("ds", Mode::CUDNN_POINTWISE_MUL, &[weighted, scale])?;
         let dst = g.transpose("ds^T", bf16, ds)?;
-        self.kv_gradient(&mut g, "dk", qd, dst, q, dk, Bounds { m: keys, n: None, k: rows })?;
+        self.kv_gradient(
+            &mut g,
+            "dk",
+            whole(self.head_dim),
+            dst,
+            q,
+            dk,
+            Bounds { m: keys, n: None, k: rows },
+        )?;
 
         // dq = ds k. Written at once it is summed in a fixed order; through an fp32 buffer, in any.
         let k = g.transpose("k", bf16, kt)?;
@@ -324,6 +347,8 @@ mod tests {
             q_heads: 8,
             kv_heads: 2,
             seq,
+            kv_seq: seq,
+            causal: true,
             head_dim: 64,
             head_dim_v: 64,
             scale_bits: 0.125f32.to_bits(),

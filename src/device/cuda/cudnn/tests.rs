@@ -47,10 +47,33 @@ fn specs() -> Vec<SdpaSpec> {
                 q_heads,
                 kv_heads,
                 seq,
+                kv_seq: seq,
+                causal: true,
                 head_dim,
                 head_dim_v,
                 scale_bits,
                 deterministic,
+            });
+        }
+    }
+    // Without a mask: an image tower, a rank's part of a video, cross-attention to a text, tails of both.
+    for (q_heads, kv_heads, seq, kv_seq, head_dim) in
+        [(16, 16, 256, 256, 72), (20, 20, 9360, 37440, 128), (20, 20, 9360, 512, 128), (4, 2, 77, 130, 64)]
+    {
+        let scale_bits = (1.0 / (head_dim as f32).sqrt()).to_bits();
+        for pass in [Pass::Forward, Pass::Backward] {
+            all.push(SdpaSpec {
+                pass,
+                batch: 1,
+                q_heads,
+                kv_heads,
+                seq,
+                kv_seq,
+                causal: false,
+                head_dim,
+                head_dim_v: head_dim,
+                scale_bits,
+                deterministic: true,
             });
         }
     }
