@@ -250,8 +250,8 @@ fn pairs() -> Vec<Pair> {
         pair(
             "R63",
             QWEN,
-            "--cuda_graph_impl transformer_engine",
-            "--cuda_graph_impl transformer_engine model.moe_expert_rank_capacity_factor=1.5",
+            "--cuda_graph_impl transformer_engine model.cuda_graph_scope=[]",
+            "--cuda_graph_impl transformer_engine model.cuda_graph_scope=[] model.moe_expert_rank_capacity_factor=1.5",
         ),
     ]
 }
