@@ -3,6 +3,7 @@
 
 use super::optimizer::{BUCKET_ELEMENTS, NORM_PARTIALS};
 use super::share::RankShare;
+use super::step::KEPT_OF_A_SUBLAYER;
 use super::weights::{Flat, FlatKind, Spec, WEIGHT_ALIGNMENT};
 use super::{Stack, WorkloadError, sublayers};
 use crate::ops::collective::{Exchange, Kind};
@@ -167,7 +168,8 @@ impl Stack<'_> {
         mut inputs: Vec<BufId>,
     ) -> Result<BufId, WorkloadError> {
         for l in layers.rev() {
-            let kept = inputs.len() - sublayers(self.share.layers[l].kind)?.len();
+            let of_layer = KEPT_OF_A_SUBLAYER * sublayers(self.share.layers[l].kind)?.len();
+            let kept = inputs.len().saturating_sub(of_layer);
             dx = self.backward(l..l + 1, dx, inputs.split_off(kept))?;
             self.reduce_complete(l);
         }

@@ -103,6 +103,9 @@ fn step_end(cfg: &RunConfig) -> StepEnd {
     StepEnd { lr: o.lr, min_lr: o.min_lr, warmup_iters: o.warmup_iters, decay_iters: o.decay_iters }
 }
 
+/// What [`Stack::forward`] keeps of each sublayer for its backward: input and output.
+pub(super) const KEPT_OF_A_SUBLAYER: usize = 2;
+
 impl Stack<'_> {
     /// The layers of one chunk; returns its output, and every part's input and output.
     pub(super) fn forward(
