@@ -19,12 +19,13 @@ use crate::recipe::Catalogue;
 use crate::report::xlsx::Book;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer, file, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
-use crate::{dryrun, dump, report_files, sweep};
+use crate::{dump, report_files, sweep};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+mod asked;
 mod beside;
 mod dropped;
 mod facts;
@@ -37,6 +38,7 @@ mod ranks;
 mod scopes;
 mod threads;
 
+use asked::{dry_run, list_variants};
 use beside::{extrapolation, side_points, watchdog};
 use facts::{add_device, facts, run_line};
 use interrupt::Interrupt;
@@ -360,22 +362,6 @@ fn save_config(config: &RunConfig, args: &Args) -> anyhow::Result<()> {
     })
 }
 
-/// `--list_config_variants`: of the recipes that `-m`, `-mr`, `-g`, `-c` and `--task` leave.
-fn list_variants(catalogue: &Catalogue, args: &Args) -> anyhow::Result<u8> {
-    let asked = overrides::selector(args);
-    // Names the first of the options that fits nothing; a group may have recipes with a variant only.
-    let variants = catalogue.variants(&asked)?;
-    let mut text = String::new();
-    for (variant, functions) in variants {
-        let name = variant.unwrap_or_else(|| "(none: leave -cv out)".to_owned());
-        text += &format!("{name:<24}{}\n", functions.join(", "));
-    }
-    match std::io::stdout().lock().write_all(text.as_bytes()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
-        _ => Ok(0),
-    }
-}
-
 fn conclude(
     args: &Args,
     rows: &[Row],
@@ -420,27 +406,6 @@ fn say_notices(resolved: &Resolved, args: &Args) {
     for n in &resolved.notices {
         say(args, &format!("notice {}: {}", n.id, n.message));
     }
-}
-
-fn dry_run(resolved: &Resolved, args: &Args) -> anyhow::Result<u8> {
-    let cfg = &resolved.config;
-    let plan = if cfg.not_built.is_empty() { Some(plan(cfg, false, args.mbperf.comm_model)?) } else { None };
-    let mut out = std::io::stdout().lock();
-    if matches!(args.mbperf.format, Format::Json) {
-        let mut head = overrides::dryrun_head(resolved);
-        head.insert("config".into(), serde_json::to_value(cfg)?);
-        if let Some(plan) = &plan {
-            head.insert("program".into(), dryrun::describe(plan, cfg));
-        }
-        writeln!(out, "{}", serde_json::to_string_pretty(&head)?)?;
-        return Ok(0);
-    }
-    writeln!(out, "{}", dryrun::heading(cfg, &resolved.recipe.function))?;
-    match &plan {
-        Some(plan) => write!(out, "{}", dryrun::text(plan, &cfg.identity.gpu))?,
-        None => writeln!(out, "No program: not built yet: {}", cfg.not_built.join("; "))?,
-    }
-    Ok(0)
 }
 
 /// `mbperf ops`: the ops of a run's step, each alone.
