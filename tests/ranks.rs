@@ -157,7 +157,7 @@ fn what_processes_cannot_run_is_refused_by_name() {
         ("-m llama -mr llama3_8b -g h100 -ng 3 -cp 1 -tp 1 -gb 3 -mb 1", "multiple of 2"),
         (
             "-m deepseek -mr deepseek_v3 -g h100 -ng 2 -tp 2 -pp 1 -vp None -ep 1 --num_layers 4 --run_dtype bf16",
-            "not built for",
+            "multi-token prediction over tensor ranks",
         ),
         ("-m llama -mr llama3_8b -g h100 --sweep", "--sweep is not built"),
     ] {
