@@ -307,7 +307,8 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
-    let shared = tile_bytes(s, rows + 2 * keys, 0) + 2 * keys * (tile_width(s.value_dim()) / wide(s) * 2 + 16);
+    let shared =
+        tile_bytes(s, rows + 2 * keys, 0) + 2 * keys * (tile_width(s.value_dim()) / wide(s) * 2 + 16);
     // A name each: the parameters of an entry are looked up by it.
     let entry = if s.sinks { "attention_fwd_sinks" } else { "attention_fwd" };
     let kernel = cuda.kernel(FORWARD, entry, &tiles.defines(s, [true; 2]), shared as u32)?;
