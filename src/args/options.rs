@@ -399,7 +399,7 @@ pub struct Mbperf {
     /// or mpirun has started
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub nproc_per_node: Option<u32>,
-    /// Time of stood-in collectives: copy (device copies alone), nvlink[:GBPS] or ib:GBPS (held for their bytes at that
+    /// Time of stood-in collectives: copy (device copies alone), nvlink, nvlink:GBPS or ib:GBPS (held for their bytes at that
     /// bandwidth, 10^9 bytes a second, on 16 multiprocessors)
     #[arg(long, value_name = "MODEL", default_value = "copy")]
     pub comm_model: CommModel,
