@@ -160,7 +160,9 @@ fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
     if let Some(path) = &args.cuda_path {
         set_path(path);
     }
-    if let Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) = probe() {
+    if let Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) = probe()
+        && !args.list
+    {
         return Err(DeviceError::Unavailable(format!(
             "selftest needs a GPU: {why}; `cargo test` checks what needs none"
         ))

@@ -153,6 +153,9 @@ pub struct SelftestArgs {
     /// Leave out checks whose name holds this
     #[arg(long, value_name = "TEXT")]
     pub except: Option<String>,
+    /// Print the names of the checks and run none (needs no GPU)
+    #[arg(long)]
+    pub list: bool,
     /// Small shapes and few steps only: for an emulated GPU (tests/emulated_cuda)
     #[arg(long, hide = true)]
     pub small: bool,

@@ -123,6 +123,9 @@ pub struct Submitted {
 pub struct Finished {
     /// Reading of [`Executor::now_ms`]'s clock when the step was seen to be done.
     pub done_at_ms: f64,
+    /// Device time from the end of the step submitted before to the end of this one: a host that is held up by a full
+    /// launch queue sees ends late. `None`: not measured, and a step is seen when it is done.
+    pub after_previous_ms: Option<f64>,
     /// Device time from the step's first to its last event, both outside graphs; `None` if not measured.
     pub device_span_ms: Option<f64>,
     /// Mean loss of the step; `None` for a share without a loss.
@@ -131,6 +134,16 @@ pub struct Finished {
     pub grad_norm: Option<f32>,
     /// A fault word was set (e.g. more rows than the bound): which.
     pub fault: Option<&'static str>,
+}
+
+impl Finished {
+    /// Wall time of the step. With run-ahead (`ahead`) by the device's events: from the end of the step before if that
+    /// was in flight when this one was submitted (`behind`), from its own start otherwise. Without, or without such
+    /// times, from `since_ms` on the host's clock to when it was seen to be done.
+    pub fn wall_ms(&self, ahead: bool, behind: bool, since_ms: f64) -> f64 {
+        let by_device = if behind { self.after_previous_ms } else { self.device_span_ms };
+        by_device.filter(|_| ahead).unwrap_or(self.done_at_ms - since_ms)
+    }
 }
 
 /// One-off cost of the graph arm's graphs.

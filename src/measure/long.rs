@@ -17,8 +17,8 @@ use super::session::{Session, Stop};
 use super::verdict::MIN_PAIRS;
 use crate::device::Arm;
 
-/// A host that needs under half of a step's time runs well ahead, and what it submits next does not matter to
-/// when the end of a step is seen.
+/// A host that needs under half of a step's time never is the limit. One that may be must not get ahead while the other
+/// arm's last step runs: its first steps would take the device's time and not its own.
 const DEVICE_BOUND: f64 = 0.5;
 
 /// Whether these steps are timed this way: one is long, and one is enough for a block of the other.

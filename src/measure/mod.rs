@@ -228,7 +228,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
     let break_even_steps = found.cost.as_ref().zip(saved_ms).and_then(|(cost, (a, b))| {
         verdict::break_even(cost.capture_ms + cost.instantiate_ms + cost.upload_ms, a - b)
     });
-    let mut notices = notices(&arms, pairs.len(), found.stopped, session.unfilled);
+    let mut notices = notices(&arms, pairs.len(), found.stopped);
     if options.max_steps.is_none()
         && options.longest_time_s.is_some()
         && found.timed_ms > options.max_time_s * 1e3
@@ -281,7 +281,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
 /// SM clocks of the arms that differ by more than this make the time ratio unlike the cycle ratio.
 const CLOCK_DIFFERENCE: f64 = 0.01;
 
-fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>, unfilled: [usize; 2]) -> Vec<String> {
+fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<String> {
     let mut notices = Vec::new();
     if stopped.is_none() {
         return notices;
@@ -290,13 +290,6 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>, unfilled:
         let more = if stopped == Some(Stopped::MaxSteps) { "-ms" } else { "--max_time" };
         notices.push(format!(
             "{pairs} pairs of blocks are too few for an interval ({MIN_PAIRS} are needed): raise {more}"
-        ));
-    }
-    for (arm, unfilled) in arms.iter().zip(unfilled).filter(|(arm, n)| n * 10 > arm.blocks) {
-        notices.push(format!(
-            "{} arm: host and device are nearly equally fast, and in {unfilled} of {} blocks the launch queue \
-             did not fill: its step time may be too low; compare the _sync columns, or raise --max_time",
-            arm.arm, arm.blocks
         ));
     }
     for arm in arms {

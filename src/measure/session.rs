@@ -25,11 +25,6 @@ impl From<std::io::Error> for Stop {
     }
 }
 
-/// A wait blocked if it took more than this share of the step: far above what asking costs.
-const BLOCKED: f64 = 0.01;
-/// Share of a block that the device may still need after the last launch of a host-bound arm.
-const NO_TAIL: f64 = 0.005;
-
 /// What the steps of a block are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
@@ -46,6 +41,8 @@ pub(super) struct Flight {
     block: Option<usize>,
     phase: Phase,
     pacing: Pacing,
+    /// Submitted while the step before was in flight: its wall time is from end to end on the device.
+    behind: bool,
 }
 
 /// One measurement in progress.
@@ -61,10 +58,6 @@ pub(super) struct Session<'a> {
     /// Blocks begun, settling ones too.
     blocks_begun: usize,
     phase: Option<Phase>,
-    /// Sides whose waits never block: the host is the limit. `None`: no block yet.
-    host_bound: [Option<bool>; 2],
-    /// Timed run-ahead blocks of each side in which the queue never filled although the device is the limit.
-    pub unfilled: [usize; 2],
     /// Spun on the device at the end of each step of side 1, in milliseconds.
     pub spin_ms: f64,
     /// Whether the card is read once a block.
@@ -93,8 +86,6 @@ impl<'a> Session<'a> {
             flushed: 0,
             blocks_begun: 0,
             phase: None,
-            host_bound: [None; 2],
-            unfilled: [0; 2],
             spin_ms: 0.0,
             samplers,
             graphs: false,
@@ -103,7 +94,6 @@ impl<'a> Session<'a> {
 
     /// Issuing takes the host model's time from now on, or no longer.
     pub fn model(&mut self, costs: Option<HostCosts>) -> Result<(), Stop> {
-        self.host_bound = [None; 2];
         Ok(self.executor.set_host_costs(costs)?)
     }
 
@@ -183,20 +173,19 @@ impl<'a> Session<'a> {
         block: Option<usize>,
         phase: Phase,
         pacing: Pacing,
+        behind: bool,
     ) -> Result<Flight, Stop> {
         self.enter(phase);
         if self.spin_ms > 0.0 {
             self.executor.set_device_spin_ms(if side == 1 { self.spin_ms } else { 0.0 })?;
         }
         let submitted = self.executor.submit(arm)?;
-        Ok(Flight { submitted, arm, side, block, phase, pacing })
+        Ok(Flight { submitted, arm, side, block, phase, pacing, behind })
     }
 
-    /// Waits for a step and records it; `since` is when its wall time began.
-    fn finish(&mut self, flight: Flight, since_ms: f64) -> Result<(Finished, bool), Stop> {
-        let waits_from = self.executor.now_ms();
+    /// Waits for a step and records it; `since` is when its wall time began, as the host saw it.
+    fn finish(&mut self, flight: Flight, since_ms: f64) -> Result<Finished, Stop> {
         let done = self.executor.wait(flight.submitted)?;
-        let blocked = done.done_at_ms - waits_from > BLOCKED * (done.done_at_ms - since_ms);
         let index = self.steps.len();
         self.steps.push(StepRecord {
             index,
@@ -209,12 +198,12 @@ impl<'a> Session<'a> {
             wait_ms: flight.submitted.wait_ms,
             modelled_ms: flight.submitted.modelled_ms,
             device_span_ms: done.device_span_ms,
-            wall_ms: done.done_at_ms - since_ms,
+            wall_ms: done.wall_ms(flight.pacing.runs_ahead(), flight.behind, since_ms),
             loss: done.loss,
             grad_norm: done.grad_norm,
         });
         check_result(&done, flight.arm, index)?;
-        Ok((done, blocked))
+        Ok(done)
     }
 
     /// One step, waited for. Returns what it left.
@@ -224,8 +213,8 @@ impl<'a> Session<'a> {
         self.enter(phase);
         self.executor.begin_steps(arm, 1, false, true)?;
         let since = self.executor.now_ms();
-        let flight = self.submit(side, arm, None, phase, Pacing::Sync)?;
-        let done = self.finish(flight, since)?.0;
+        let flight = self.submit(side, arm, None, phase, Pacing::Sync, false)?;
+        let done = self.finish(flight, since)?;
         self.slowest_of_ranks(first)?;
         Ok(done)
     }
@@ -241,7 +230,7 @@ impl<'a> Session<'a> {
         for _ in 0..steps {
             self.check_interrupt_inside()?;
             let since = self.executor.now_ms();
-            let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing)?;
+            let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing, false)?;
             self.finish(flight, since)?;
         }
         let health = self.sample();
@@ -258,13 +247,8 @@ impl<'a> Session<'a> {
         self.flush()
     }
 
-    /// One block of `timed` steps that count, between steps that do not. With run-ahead:
-    ///
-    /// - the first fills the queue. While submitting takes over half of the device's time, the end of a step
-    ///   is seen late until a wait has blocked once; up to half of the timed steps are given to that, as
-    ///   `switch`. Where the host is the limit no wait ever blocks, and there is nothing to fill.
-    /// - the last drains it: where the host is the limit it is seen to be done at once. The card is read
-    ///   while it runs.
+    /// One block of `timed` steps that count, between steps that do not. With run-ahead the first has no step in
+    /// flight before it, and the last has none behind it; the card is read while that one runs.
     ///
     /// Returns the median wall time of the steps that count.
     pub fn block(
@@ -281,13 +265,8 @@ impl<'a> Session<'a> {
         let total = timed + if pacing.runs_ahead() { 2 } else { 1 };
         self.enter(if purpose == Purpose::Timed { Phase::Switch } else { Phase::Warmup });
         self.executor.begin_steps(arm, total, pacing.runs_ahead(), true)?;
-        let start = self.executor.now_ms();
-        let fill = pacing.runs_ahead() && self.host_bound[side] != Some(true);
-        let mut since = start;
+        let mut since = self.executor.now_ms();
         let mut ahead: Option<Flight> = None;
-        let mut full = false;
-        let mut began_full = !fill;
-        let mut first_steady = true;
         for i in 0..total {
             if let Err(stop) = self.check_interrupt_inside() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
@@ -305,36 +284,18 @@ impl<'a> Session<'a> {
             if !pacing.runs_ahead() {
                 since = self.executor.now_ms();
             }
-            let flight = self.submit(side, arm, Some(number), phase, pacing)?;
+            let flight = self.submit(side, arm, Some(number), phase, pacing, ahead.is_some())?;
+            // With run-ahead this is step i - 1.
             let due = if pacing.runs_ahead() { ahead.replace(flight) } else { Some(flight) };
-            if let Some(mut due) = due {
-                // With run-ahead this is step i - 1.
-                let filling = fill && !full && i > 1 && i - 1 <= timed / 2;
-                if due.phase == Phase::Steady && filling {
-                    due.phase = Phase::Switch;
-                } else if due.phase == Phase::Steady && std::mem::take(&mut first_steady) {
-                    // Only the first says so: one that fills up later has counted steps that were seen late.
-                    began_full |= full;
-                }
-                let (done, blocked) = self.finish(due, since)?;
-                since = done.done_at_ms;
-                full |= blocked;
+            if let Some(due) = due {
+                since = self.finish(due, since)?.done_at_ms;
             }
         }
         let health = self.sample();
         if let Some(last) = ahead {
-            let submitted = self.executor.now_ms();
-            since = self.finish(last, since)?.0.done_at_ms;
-            // A host that is the limit leaves the device little to do after the last launch.
-            let tail = (since - submitted) / (since - start);
-            let host_bound = !full && tail < NO_TAIL;
-            began_full |= host_bound;
-            self.host_bound[side] = Some(host_bound);
+            self.finish(last, since)?;
         }
         self.slowest_of_ranks(first)?;
-        if purpose == Purpose::Timed && pacing == Pacing::RunAhead && !began_full {
-            self.unfilled[side] += 1;
-        }
         let block = &self.steps[first..];
         if purpose == Purpose::Settle {
             let walls: Vec<f64> = block[1..=timed].iter().map(|s| s.wall_ms).collect();
@@ -375,8 +336,6 @@ impl<'a> Session<'a> {
         let count = 1 + blocks + usize::from(drain);
         self.enter(Phase::Switch);
         self.executor.begin_steps(arm, count, true, drain)?;
-        let start = self.executor.now_ms();
-        let mut full = false;
         for i in 0..count {
             if let Err(stop) = self.check_interrupt_inside() {
                 self.finish_carry(carry)?;
@@ -385,26 +344,16 @@ impl<'a> Session<'a> {
             let phase = if (1..=blocks).contains(&i) { Phase::Steady } else { Phase::Switch };
             let number = self.blocks_begun + i.clamp(1, blocks) - 1;
             let begun = self.executor.now_ms();
-            let flight = self.submit(side, arm, Some(number), phase, pacing)?;
+            let flight = self.submit(side, arm, Some(number), phase, pacing, carry.is_some())?;
             let since = match carry.take() {
-                Some((due, since)) => {
-                    let (done_at_ms, blocked) = self.finish_block_of_one(due, since)?;
-                    full |= blocked;
-                    done_at_ms
-                }
+                Some((due, since)) => self.finish_block_of_one(due, since)?,
                 None => begun,
             };
             *carry = Some((flight, since));
         }
         self.blocks_begun += blocks;
         if let Some((last, since)) = carry.take_if(|_| drain) {
-            let submitted = self.executor.now_ms();
-            let done_at_ms = self.finish_block_of_one(last, since)?.0;
-            // As in `block`: neither did a wait block nor is the host the limit.
-            let host_bound = (done_at_ms - submitted) / (done_at_ms - start) < NO_TAIL;
-            if pacing == Pacing::RunAhead && !full && !host_bound {
-                self.unfilled[side] += blocks;
-            }
+            self.finish_block_of_one(last, since)?;
         }
         self.lone_blocks_of_ranks(first)?;
         self.flush()
@@ -429,20 +378,19 @@ impl<'a> Session<'a> {
         self.flush()
     }
 
-    /// Waits for a step that is a block of its own if it is steady. Returns when it was done, and whether the wait
-    /// blocked.
-    fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<(f64, bool), Stop> {
+    /// Waits for a step that is a block of its own if it is steady. Returns when it was seen to be done.
+    fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<f64, Stop> {
         let (side, pacing, steady) = (due.side, due.pacing, due.phase == Phase::Steady);
         let health = if steady { self.sample() } else { Health::default() };
-        let (done, blocked) = self.finish(due, since_ms)?;
-        let done_at_ms = done.done_at_ms;
+        let behind = due.behind;
+        let done = self.finish(due, since_ms)?;
         if steady {
-            let wall_ms_median = done_at_ms - since_ms;
+            let wall_ms_median = done.wall_ms(pacing.runs_ahead(), behind, since_ms);
             let block =
                 BlockRecord { side, pacing, wall_ms_median, half_change: None, steady_steps: 1, health };
             self.blocks.push(block);
         }
-        Ok((done_at_ms, blocked))
+        Ok(done.done_at_ms)
     }
 }
 

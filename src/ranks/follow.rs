@@ -48,7 +48,8 @@ pub fn serve(
 /// Steps in flight between commands.
 #[derive(Debug, Default)]
 struct Flying {
-    steps: VecDeque<Submitted>,
+    /// Each with whether it is of run-ahead, and whether the one before was in flight when it was submitted.
+    steps: VecDeque<(Submitted, bool, bool)>,
     /// When the wall time of the next step to finish began.
     since_ms: f64,
 }
@@ -64,11 +65,12 @@ impl Flying {
             if i == 1 && steps.phase == Phase::Switch {
                 executor.set_phase(Phase::Steady);
             }
-            if self.steps.is_empty() || !steps.ahead {
+            let behind = steps.ahead && !self.steps.is_empty();
+            if !behind {
                 self.since_ms = executor.now_ms();
             }
             let submitted = executor.submit(steps.arm)?;
-            self.steps.push_back(submitted);
+            self.steps.push_back((submitted, steps.ahead, behind));
             while self.steps.len() > most {
                 seen.extend(self.finish(executor)?);
             }
@@ -80,12 +82,12 @@ impl Flying {
     }
 
     fn finish(&mut self, executor: &mut dyn Executor) -> Result<Option<RankStep>, DeviceError> {
-        let Some(submitted) = self.steps.pop_front() else { return Ok(None) };
+        let Some((submitted, ahead, behind)) = self.steps.pop_front() else { return Ok(None) };
         let done = executor.wait(submitted)?;
         if let Some(fault) = done.fault {
             return Err(DeviceError::Invalid(fault.into()));
         }
-        let wall_ms = done.done_at_ms - self.since_ms;
+        let wall_ms = done.wall_ms(ahead, behind, self.since_ms);
         self.since_ms = done.done_at_ms;
         Ok(Some(RankStep {
             submit_ms: submitted.submit_ms,

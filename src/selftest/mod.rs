@@ -25,6 +25,8 @@ pub struct Log<'a> {
     out: &'a mut dyn Write,
     only: Option<String>,
     except: Option<String>,
+    /// Names are printed, nothing is run.
+    list: bool,
     passed: usize,
     failed: usize,
     /// End of the check before.
@@ -32,10 +34,15 @@ pub struct Log<'a> {
 }
 
 impl Log<'_> {
-    /// Whether a check of this name was asked for.
-    pub fn wants(&self, name: &str) -> bool {
-        self.only.as_ref().is_none_or(|o| name.contains(o.as_str()))
-            && self.except.as_ref().is_none_or(|e| !name.contains(e.as_str()))
+    /// Whether a check of this name is to be run. Every check asks, so that a list of them is what they ask.
+    pub fn wants(&mut self, name: &str) -> bool {
+        let asked_for = self.only.as_ref().is_none_or(|o| name.contains(o.as_str()))
+            && self.except.as_ref().is_none_or(|e| !name.contains(e.as_str()));
+        if self.list && asked_for {
+            self.passed += 1;
+            let _ = writeln!(self.out, "{name}");
+        }
+        asked_for && !self.list
     }
     fn record_all(&mut self, lines: Vec<Line>) {
         for (name, result) in lines {
@@ -62,9 +69,9 @@ impl Log<'_> {
 /// Runs all checks; true if all passed.
 pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> bool {
     let (only, except) = (args.only.clone(), args.except.clone());
-    let mut log = Log { out, only, except, passed: 0, failed: 0, since: Instant::now() };
+    let mut log = Log { out, only, except, list: args.list, passed: 0, failed: 0, since: Instant::now() };
     // Each check opens the device for itself; while this one is held, that does not build a context each time.
-    let _held = Context::open(options.ordinal);
+    let _held = (!args.list).then(|| Context::open(options.ordinal));
     let own = attention::with(options, AttentionBackend::Own);
     if args.small {
         odd_sizes(&mut log, cases::small(), &own);
@@ -76,7 +83,9 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
         steps::run(&mut log, options);
     }
     let (passed, failed) = (log.passed, log.failed);
-    let _ = writeln!(log.out, "{passed} passed, {failed} failed");
+    if !args.list {
+        let _ = writeln!(log.out, "{passed} passed, {failed} failed");
+    }
     if passed + failed == 0 {
         let _ =
             writeln!(log.out, "no check was chosen: `mbperf selftest` without --only and --except names all");

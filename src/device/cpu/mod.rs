@@ -166,6 +166,7 @@ impl CpuExecutor {
         }
         Ok(Finished {
             done_at_ms: self.now_ms(),
+            after_previous_ms: None,
             device_span_ms: None,
             loss: scalar(program.loss),
             grad_norm: scalar(program.grad_norm),

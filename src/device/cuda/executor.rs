@@ -297,7 +297,13 @@ impl CudaExecutor {
     }
 
     /// Results of slot `at`, in the order of [`reported`].
-    fn finished(&self, arm: Arm, at: usize, span_ms: f64) -> Result<Finished, DeviceError> {
+    fn finished(
+        &self,
+        arm: Arm,
+        at: usize,
+        span_ms: f64,
+        after_previous_ms: Option<f64>,
+    ) -> Result<Finished, DeviceError> {
         let program = &self.side(arm)?.ready.plan.program;
         let mut words = (0..self.words).map(|i| self.results.word(at * self.words + i));
         let mut scalar = |id: Option<BufId>| id.and_then(|_| words.next()).map(f32::from_bits);
@@ -307,6 +313,7 @@ impl CudaExecutor {
         }
         Ok(Finished {
             done_at_ms: self.now_ms(),
+            after_previous_ms,
             device_span_ms: Some(span_ms),
             loss,
             grad_norm,
@@ -471,13 +478,18 @@ impl Executor for CudaExecutor {
             _ => return Err(DeviceError::internal("waited for a step that is not in flight")),
         };
         let slot = &self.slots[at];
-        let span = slot.done.synchronize().and_then(|()| slot.end.since_ms(&slot.start));
+        // Its slot is taken again a ring later only.
+        let before = (step.ticket > 1).then(|| &self.slots[(step.ticket - 1) as usize % RING].end);
+        let span = slot.done.synchronize().and_then(|()| {
+            let after_previous_ms = before.map(|end| slot.end.since_ms(end)).transpose()?;
+            Ok((slot.end.since_ms(&slot.start)?, after_previous_ms))
+        });
         if let (Err(_), Some(comms)) = (&span, &self.comms) {
             // What NCCL knows of it says more than the driver's code.
             comms.check().map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
         }
-        let span = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
-        let mut finished = self.finished(arm, at, span)?;
+        let (span_ms, after_ms) = span.map_err(|e| in_phase(e, self.phase, "waiting for a step"))?;
+        let mut finished = self.finished(arm, at, span_ms, after_ms)?;
         if let Some((_, kind)) = self.marred.take_if(|(ticket, _)| *ticket == step.ticket) {
             kind.mar(&mut finished);
         }

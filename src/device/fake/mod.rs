@@ -229,6 +229,7 @@ impl Executor for FakeExecutor {
         let begun = self.clock_ms;
         self.clock_ms += submit_ms + wait_ms + modelled_ms;
         let device_start = self.device_free_ms.max(begun);
+        let ended_before_ms = self.device_free_ms;
         self.device_free_ms = (device_start + device_ms).max(self.clock_ms);
         let loss = (self.script.loss)(arm, self.steps_since_reset);
         self.steps_since_reset += 1;
@@ -238,6 +239,7 @@ impl Executor for FakeExecutor {
             self.tickets,
             Finished {
                 done_at_ms: self.device_free_ms,
+                after_previous_ms: Some(self.device_free_ms - ended_before_ms),
                 device_span_ms: Some(self.device_free_ms - device_start),
                 loss,
                 grad_norm: Some(1.0),
