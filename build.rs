@@ -8,14 +8,15 @@ fn git(args: &[&str]) -> Option<String> {
 }
 
 fn main() {
-    for path in ["src", "recipes", "Cargo.toml", "Cargo.lock", ".git/HEAD", ".git/index"] {
+    // Not `.git/index`: every `git status` writes it anew. A commit moves what HEAD stands for, and logs that.
+    for path in ["src", "recipes", "benches", "Cargo.toml", "Cargo.lock", ".git/HEAD", ".git/logs/HEAD"] {
         println!("cargo:rerun-if-changed={path}");
     }
     if let Some(commit) = git(&["rev-parse", "HEAD"]) {
         println!("cargo:rustc-env=MBPERF_GIT_COMMIT={commit}");
     }
     if let Some(changes) =
-        git(&["status", "--porcelain", "--", "src", "recipes", "benches", "Cargo.toml", "Cargo.lock"])
+        git(&["--no-optional-locks", "status", "--porcelain", "--", "src", "recipes", "benches", "Cargo.toml", "Cargo.lock"])
     {
         println!("cargo:rustc-env=MBPERF_GIT_DIRTY={}", !changes.is_empty());
     }

@@ -119,13 +119,13 @@ pub enum RecipesCommand {
         #[arg(long, value_name = "DIR")]
         recipes_dir: Option<PathBuf>,
         /// text or json
-        #[arg(long, value_name = "FORM", default_value = "text")]
+        #[arg(long, value_name = "FORM", default_value = "text", hide_possible_values = true)]
         format: Format,
     },
     /// Every setting of one recipe
     #[command(rename_all = "snake_case")]
     Show {
-        /// The recipe's full name, as `list` prints it
+        /// A model (`llama3_8b`), or a recipe's full name, as `show MODEL` and `list --format json` print it
         name: String,
         /// Folder of your own recipes
         #[arg(long, value_name = "DIR")]

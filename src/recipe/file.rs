@@ -306,6 +306,24 @@ impl Layers {
         Ok(())
     }
 
+    /// A user's file that names one of the two sequence lengths means both, as on the command line. Built-in recipes keep
+    /// theirs as upstream has them, unlike ones too.
+    fn one_length(&mut self, file: &ModelFile, entry: &Entry) {
+        let architecture = file.architecture.as_ref().is_some_and(|a| a.0.contains_key("seq_length"));
+        let whens = file.when.iter().filter(|w| entry.meets(w)).map(|w| &w.set);
+        let sets: Vec<&Settings> = [&file.settings, &entry.set].into_iter().chain(whens).collect();
+        let states = |key: &str| sets.iter().any(|s| s.0.contains_key(key));
+        let (model, data) = ("model.seq_length", "dataset.seq_length");
+        let (from, to) = match (architecture || states(model), states(data)) {
+            (true, false) => (model, data),
+            (false, true) => (data, model),
+            _ => return,
+        };
+        if let Some(length) = self.values.get(from).cloned() {
+            self.values.insert(to.to_owned(), length);
+        }
+    }
+
     fn put_file(&mut self, source: &Source, entry: &Entry) -> Result<(), RecipeError> {
         if let Some(base) = &source.base {
             self.put_file(base, entry)?;
@@ -373,6 +391,9 @@ fn resolve(defaults: &(PathBuf, Defaults), source: &Source) -> Result<Vec<Recipe
         layers.put_when(&defaults.0, &defaults.1.when, entry)?;
         layers.put_file(source, entry)?;
         layers.put(&source.path, &format!("{at}.set"), "", &entry.set)?;
+        if source.own {
+            layers.one_length(&source.file, entry);
+        }
         let recipe = Recipe {
             family: source.file.family.clone(),
             model: source.file.model.clone(),

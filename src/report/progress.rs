@@ -83,9 +83,10 @@ impl Progress for Terminal {
 }
 
 fn line(update: &Update) -> String {
-    let mut text = format!("timing: {} pairs of blocks", update.pairs);
+    let s = if update.pairs == 1 { "" } else { "s" };
+    let mut text = format!("timing: {} pair{s} of blocks", update.pairs);
     if update.max_time_s > 0.0 {
-        text += &format!(", {:.1} of {} s", update.elapsed_s, update.max_time_s);
+        text += &format!(", {:.1} of {:.1} s", update.elapsed_s, update.max_time_s);
     }
     if let Some(speedup) = update.speedup {
         text += &format!(", speedup {speedup:.4}");
@@ -103,7 +104,7 @@ mod tests {
     #[test]
     fn updates_say_only_what_is_known() {
         let update = Update { elapsed_s: 1.25, max_time_s: 20.0, pairs: 3, half_width: None, speedup: None };
-        assert_eq!(line(&update), "timing: 3 pairs of blocks, 1.2 of 20 s");
+        assert_eq!(line(&update), "timing: 3 pairs of blocks, 1.2 of 20.0 s");
         let update = Update { half_width: Some(0.004), speedup: Some(1.25), max_time_s: 0.0, ..update };
         assert_eq!(line(&update), "timing: 3 pairs of blocks, speedup 1.2500 +-0.40 %");
     }
