@@ -182,7 +182,11 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
 pub fn text(plan: &RunPlan, gpu: &str) -> String {
     let mut out = String::new();
     let program = &plan.eager.program;
-    let _ = writeln!(out, "A step, one rank: {} launches\n", program.launches.len());
+    let _ = writeln!(
+        out,
+        "A step, one rank in full size, as on a GPU (on a CPU a run shrinks it): {} launches\n",
+        program.launches.len()
+    );
     let _ = writeln!(
         out,
         "{:<16}{:<10}{:>9}{:>13}{:>12}{:>11}",

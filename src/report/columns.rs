@@ -273,7 +273,7 @@ columns! {
     host_model Text r => r.facts.host_model.as_str(), "`bare` (this program's own host time), `pytorch`, or what the file calls itself.";
     break_even_steps Float r => r.compared().and_then(|o| o.break_even_steps), "Steps after which capture, instantiation and upload are earned back; empty unless the graph is faster.";
     digest_match Bool r => digest_match(r), "Whether losses and the bits of weights, moments and gradients were equal in both arms.";
-    loss_last Float r => arm(r, |a| a.loss_last.map(f64::from)), "Loss of the arm's last step; empty for a share without a loss.";
+    loss_last Float r => arm(r, |a| a.loss_last.map(f64::from)), "Loss of the arm's own last step; arms are timed over unlike numbers of steps, so that it may differ (the equality check compares equal steps). Empty for a share without a loss.";
     attention_backend Text r => r.facts.attention_backend.clone(), "Kernels that computed attention: `cudnn` and its version, `own`, both joined with `+`, or `reference` (CPU).";
     sm_clock_mhz_median Float r => arm(r, |a| a.health.sm_clock_mhz_median), "Median SM clock over the arm's blocks.";
     throttle_reasons Text r => arm(r, |a| a.health.throttle_reasons.as_ref().map(|t| if t.is_empty() { "none".to_string() } else { t.clone() })), "Reasons for which clocks were held back, joined with `+`; `none`: read, and there were none.";
@@ -314,7 +314,7 @@ columns! {
     device_busy_note Text r => arm(r, |a| a.busy_note.clone()), "Why `device_busy_ms` is empty.";
     equality_steps Int r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| e.steps), "Steps of each arm in the equality check.";
     final_check Text r => r.measured().and_then(|o| o.final_check.as_ref()).map(final_check), "`equal`: after timing both arms left the same bits from the seed once more; else `skipped` and why.";
-    digest Text r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| format!("{:016x}", e.digest)), "Hash over the bits of all buffers compared: repeats with seed and configuration.";
+    digest Text r => r.outcome.and_then(|o| o.equality.as_ref()).map(|e| format!("{:016x}", e.digest)), "Hash over the bits of all buffers compared: repeats with seed, configuration and `equality_steps`.";
     grad_norm_last Float r => arm(r, |a| a.grad_norm_last.map(f64::from)), "Gradient norm of the last step, before clipping.";
     speedup_modelled_ci95_low Float r => r.compared().and_then(|o| o.speedup_modelled_ci95.map(|c| c.0)), "Low end of the 95 % interval of `speedup_modelled`; empty under eight pairs.";
     speedup_modelled_ci95_high Float r => r.compared().and_then(|o| o.speedup_modelled_ci95.map(|c| c.1)), "High end of it.";

@@ -57,7 +57,7 @@ const SHOWN: [(&str, &str); 17] = [
     ("tokens/s", "tokens_per_s"),
     ("model TFLOP/s", "model_tflops_per_gpu"),
     ("steady steps", "steps_steady"),
-    ("loss, last", "loss_last"),
+    ("loss of its own last step", "loss_last"),
 ];
 
 /// One line a figure, one column an arm; figures that no arm has are left out.
@@ -83,7 +83,11 @@ fn table(rows: &[Row]) -> Vec<String> {
 fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
     let Some(verdict) = outcome.verdict else {
         if outcome.equality.is_none() {
-            lines.push("One arm was run: there is nothing to compare.".into());
+            lines.push(
+                "One arm was run: there is nothing to compare. For graphs give --cuda_graph_scope, or --sweep \
+                 for every legal one."
+                    .into(),
+            );
         }
         return;
     };

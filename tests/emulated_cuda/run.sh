@@ -10,4 +10,6 @@ LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 : "${XDG_CACHE_HOME:=$libraries/cache}"
 : "${MBPERF_EMULATED_CACHE:=$libraries/kernels}"
 export LD_LIBRARY_PATH XDG_CACHE_HOME MBPERF_EMULATED_CACHE
-exec "${MBPERF:-$root/target/debug/mbperf}" "$@"
+program=${MBPERF:-$root/target/debug/mbperf}
+[ -x "$program" ] || { echo "run.sh: no $program: run \`cargo build\` first, or set MBPERF" >&2; exit 2; }
+exec "$program" "$@"

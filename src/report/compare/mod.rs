@@ -191,12 +191,19 @@ fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
             }
         }
     }
-    if report.rows.is_empty() {
-        report.reasons.push(if pairs.is_empty() {
-            "no configuration is in both sides".into()
-        } else {
-            "no paired row has the figure that is gated: rows without graphs have no speedup (--gate time compares step times)".into()
-        });
+    if pairs.is_empty() {
+        report.reasons.push("no configuration is in both sides".into());
+        return;
+    }
+    // A gate that judges nothing would pass whatever comes.
+    for metric in metric::of_gates(&options.gates) {
+        if !pairs.iter().any(|pair| metric.applies(&pair.key)) {
+            let name = metric.name();
+            report.reasons.push(format!(
+                "no paired row has the figure that is gated, {name}: rows without graphs have no speedup \
+                 (measure with --cuda_graph_scope, or --gate time compares step times)"
+            ));
+        }
     }
 }
 
