@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Every figure under results/h200/, on a machine with a GPU (PyTorch and compute-sanitizer beside it): builds nothing.
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
-# parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) cold qwen llama512 llama8192 side ops verdict host_model pages
+# parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side ops verdict
+#        host_model pages
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/h200}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-selftest referee sanitizer cold qwen llama512 llama8192 side ops pages}
+parts=${*:-selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side ops pages}
 mkdir -p "$out"
 wants() { [[ " $parts " == *" $1 "* ]]; }
 row() { # FILE ARGUMENTS...
@@ -74,7 +75,8 @@ sanitizer_part() {
     for arms in 'llama attn,mlp' 'qwen alltoall' 'hybrid mamba'; do
         printf '%s\n' memcheck "arms equal: $arms" cudnn
     done >>"$out/last.list"
-    xargs -d '\n' -n 3 -P "$(nproc)" bash -c 'sanitizer_check "$@"' _ <"$out/last.list" | sort >"$out/sanitizer.txt"
+    xargs -d '\n' -n 3 -P "$(nproc)" bash -c 'sanitizer_check "$@"' _ <"$out/last.list" >"$out/sanitizer.txt"
+    sort -o "$out/sanitizer.txt" "$out/sanitizer.txt"
     echo "compute-sanitizer: $(wc -l <"$out/sanitizer.txt") runs, $SECONDS s; those with a finding or none:"
     grep -v 'exit 0, [1-9].* 0 \(errors\|hazards\)' "$out/sanitizer.txt"
 }
@@ -86,6 +88,25 @@ for part in selftest referee sanitizer; do
     fi
 done
 [ ${#running[@]} = 0 ] || wait "${running[@]}"
+if wants selftest; then # A time: nothing runs beside it.
+    "$mbperf" selftest --only 'launch cost' >"$out/selftest_launch_cost.txt" 2>&1
+    head -1 "$out/selftest_launch_cost.txt"
+fi
+if wants faults; then
+    echo "== provoked faults: phase, kind, exit code, the rows' status"
+    for fault in capture:driver_error instantiate:driver_error upload:driver_error first_replay:driver_error steady:driver_error \
+        capture:out_of_memory instantiate:out_of_memory prepare:out_of_memory equality:wrong_result switch:wrong_result; do
+        rm -f "$out"/last_fault*
+        timeout 60 "$mbperf" $LLAMA -sl 512 --num_layers 4 --cuda_graph_scope attn --inject $fault --max_time 1 -q -o "$out/last_fault.csv" >"$out/last.log" 2>&1
+        echo "$fault: exit $?, $(cut -d, -f3 "$out/last_fault.csv" 2>/dev/null | tail -n +2 | sort -u | tr '\n' ' ' | tr -d '\r')$(tail -1 "$out/last.log" | cut -c1-200)"
+    done | tee "$out/faults.txt"
+    rm -f "$out"/last_fault*
+fi
+if wants meaning; then
+    echo "== twice the layers, twice the device time; the warm-up does not move the ratio"
+    for layers in 8 16; do row meaning $LLAMA -sl 512 --num_layers $layers --stack_only --cuda_graph_scope full_iteration; done
+    for warmup in 3 30; do row meaning $LLAMA -sl 512 --num_layers 8 --stack_only --cuda_graph_scope attn model.cuda_graph_warmup_steps=$warmup; done
+fi
 # In the default time about 3 minutes, llama's rows 2 and 4.
 if wants qwen; then
     echo "== rows of qwen3_30b_a3b"

@@ -28,6 +28,21 @@ pub enum Scope {
     Mamba,
 }
 
+impl Scope {
+    /// The harness's spelling.
+    pub fn name(self) -> &'static str {
+        match self {
+            Scope::FullIteration => "full_iteration",
+            Scope::Attn => "attn",
+            Scope::Mlp => "mlp",
+            Scope::Moe => "moe",
+            Scope::MoeRouter => "moe_router",
+            Scope::MoePreprocess => "moe_preprocess",
+            Scope::Mamba => "mamba",
+        }
+    }
+}
+
 /// What one layer of the local stack is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -5,6 +5,7 @@ use crate::capture::{ArmPlan, RunPlan};
 use crate::config::{Recompute, RunConfig};
 use crate::program::{Part, Pass, Program};
 use crate::workloads::schedule::{Pipeline, notation};
+use crate::workloads::share::RankShare;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -156,7 +157,7 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
         "{function}\n\
          {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}{stage}\n\
          micro-batch {}, sequence {}, micro-batches {} of {}\n\
-         graphs: {} scope {scope}, warm-up {}, RNG tracker {}\n\
+         graphs: {} scope {scope}, layers {}, warm-up {}, RNG tracker {}\n\
          recompute: {}\n\
          approximations: {}\n",
         cfg.identity.num_gpus,
@@ -171,6 +172,7 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
         b.num_microbatches,
         b.num_microbatches_recipe,
         name(g.implementation),
+        RankShare::of(cfg).map_or("-".into(), |s| s.captured_layers(g)),
         g.warmup_steps,
         if g.te_rng_tracker { "on" } else { "off" },
         recompute(&cfg.recompute),

@@ -148,6 +148,10 @@ fn one(
     save_config(&effective, args)?;
     let mut terminal = Terminal::new(args.mbperf.quiet);
     let mut facts = facts(&resolved, &plan, args);
+    // Before anything runs: what was understood (rules file, section 2).
+    let tracker = if facts.te_rng_tracker { "on" } else { "off" };
+    let graphs = &facts.cuda_graph_impl;
+    say(args, &format!("graphs: {graphs}, layers captured: {}; RNG tracker {tracker}", facts.captured_layers));
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
     if start.is_some() {
         let wire = if on_gpu { "nccl" } else { "tcp" };

@@ -30,7 +30,7 @@ pub fn impl_name(value: GraphImpl) -> &'static str {
 
 /// The harness's spelling of a scope.
 pub fn scope_name(value: Scope) -> &'static str {
-    SCOPES.iter().find(|(_, v)| *v == value).map_or("", |(name, _)| name)
+    value.name()
 }
 
 /// The name among `names` that a misspelt one was probably meant to be.
@@ -86,6 +86,12 @@ impl FromStr for ScopeList {
             let words: Vec<&str> = text.split([',', ' ', '\t']).filter(|w| !w.is_empty()).collect();
             if words.iter().all(|w| names.contains(w)) {
                 return Err(format!("names are joined by single commas without blanks: {}", words.join(",")));
+            }
+            if name.eq_ignore_ascii_case("none") {
+                return Err(format!(
+                    "`{name}` is no scope: --cuda_graph_impl none switches graphs off, and without --cuda_graph_scope \
+                     the recipe's scope is taken."
+                ));
             }
             Err(one_of(name, &names))
         };

@@ -56,6 +56,10 @@ pub struct RunFacts {
     pub cuda_graph_impl: String,
     pub cuda_graph_scope: Vec<String>,
     pub te_rng_tracker: bool,
+    /// What graphs hold, in layers.
+    pub captured_layers: String,
+    /// Where experts were chosen: `balanced`, `skewed`, `router`; `None` without experts.
+    pub moe_routing: Option<&'static str>,
     pub approximations: Vec<String>,
 
     /// Tokens of one step on this rank.

@@ -3,6 +3,7 @@
 use super::scopes;
 use crate::args::{Args, impl_name, scope_name};
 use crate::capture::RunPlan;
+use crate::config::Routing;
 use crate::device::DeviceInfo;
 use crate::overrides::Resolved;
 use crate::report::{RunFacts, run_id};
@@ -59,6 +60,13 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
         cuda_graph_impl: impl_name(cfg.graph.implementation).into(),
         cuda_graph_scope: cfg.graph.scope.iter().map(|s| scope_name(*s).to_string()).collect(),
         te_rng_tracker: cfg.graph.te_rng_tracker,
+        captured_layers: share.as_ref().map_or(String::new(), |s| s.captured_layers(&cfg.graph)),
+        moe_routing: cfg.model.moe.as_ref().map(|m| match m.routing {
+            Routing::Balanced => "balanced",
+            Routing::Skewed => "skewed",
+            Routing::Recipe if m.force_load_balancing => "balanced",
+            Routing::Recipe => "router",
+        }),
         approximations: cfg.approximations.clone(),
         tokens_per_step: share.as_ref().map(|s| (s.tokens * b.num_microbatches) as u64),
         model_flops_per_step: Some(program.model_flops()),

@@ -1,6 +1,7 @@
-//! Real sizes, where whole references would take hours: rows are sampled, or a smaller op stands for a slice.
+//! Real sizes. The ops of real steps are checked whole where the reference takes seconds; products and attention, whose
+//! references would take hours, by sampled rows.
 
-use super::Log;
+use super::{Log, family, steps};
 use super::ops::{inputs, norm_error, on_device};
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::cuda::matmul::Layout;
@@ -10,12 +11,26 @@ use crate::ops::grouped_gemm::GroupedGemm;
 use crate::ops::rope::Positions;
 use crate::ops::{Op, tolerance};
 use crate::program::DType;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Rows compared of each product.
 const SAMPLED_ROWS: usize = 8;
 
+/// Steps whose ops are checked: one layer of each kind, in full width.
+const STEPS: [&str; 4] = [
+    "-m llama -mr llama3_8b -g h100 -cp 1 -sl 512 --num_layers 1 --max_microbatches 1",
+    "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 1 --max_microbatches 1",
+    "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 1 --max_microbatches 1 --use_tokendrop true \
+     model.moe_token_dispatcher_type=alltoall",
+    "-m nemotronh -mr nemotron_3_nano -g h100 --num_layers 1 model.hybrid_override_pattern=M -sl 1024",
+];
+/// What a reference does in about a second on one core.
+const MOST_BYTES: f64 = 2.8e8;
+const MOST_FLOPS: f64 = 5e8;
+
 pub fn run(log: &mut Log, options: &CudaOptions) {
+    of_real_steps(log, options);
     for (layout, m, n, k) in [
         (Layout::Nt, 4096, 5120, 2048),
         (Layout::Nn, 4096, 2048, 5120),
@@ -28,7 +43,7 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
             log.record(&name, gemm(op, options));
         }
     }
-    for layout in [Layout::Nt, Layout::Nn] {
+    for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
         let name = format!("grouped_gemm {layout:?} 8 experts, 32768 rows");
         if log.wants(&name) {
             log.record(&name, grouped(layout, options));
@@ -38,6 +53,28 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
         let name = format!("attn_fwd {q_heads} heads, {kv_heads} groups, sequence {seq}");
         if log.wants(&name) {
             log.record(&name, attention(q_heads, kv_heads, seq, options));
+        }
+    }
+}
+
+/// Every op of [`STEPS`] that is small enough, against its whole reference; one line an op family.
+fn of_real_steps(log: &mut Log, options: &CudaOptions) {
+    let mut by_name: BTreeMap<&'static str, BTreeMap<String, Arc<dyn Op>>> = BTreeMap::new();
+    for line in STEPS {
+        match steps::whole(line) {
+            Ok(program) => {
+                let fits = |op: &Arc<dyn Op>| op.bytes() <= MOST_BYTES && op.flops() <= MOST_FLOPS;
+                for op in program.launches.into_iter().map(|l| l.op).filter(fits) {
+                    by_name.entry(op.name()).or_default().insert(format!("{op:?}"), op);
+                }
+            }
+            Err(e) => log.record("ops of real steps", Err(e)),
+        }
+    }
+    for (op, list) in by_name {
+        let name = format!("{op} in real sizes");
+        if log.wants(&name) {
+            log.record_all(family(&name, &list.into_values().collect::<Vec<_>>(), options));
         }
     }
 }
@@ -75,6 +112,9 @@ fn grouped(layout: Layout, options: &CudaOptions) -> Result<String, String> {
     let v = inputs(&op, &specs, 4);
     let got = on_device(Arc::new(op), &specs, &v, options).map_err(|e| e.to_string())?;
     let offsets: Vec<usize> = v[0].iter().map(|x| *x as usize).collect();
+    if layout == Layout::Tn {
+        return grouped_weights(&offsets, &v, &got[3], [n, k]);
+    }
     let (mut mine, mut theirs) = (Vec::new(), Vec::new());
     for i in sampled(rows) {
         let expert = (0..experts).find(|&e| (offsets[e]..offsets[e + 1]).contains(&i));
@@ -87,6 +127,26 @@ fn grouped(layout: Layout, options: &CudaOptions) -> Result<String, String> {
         }
     }
     judge(norm_error(&mine, &theirs), tolerance(DType::Bf16, k, 0))
+}
+
+/// Rows of each expert's weight gradient: sums over that expert's rows.
+fn grouped_weights(
+    offsets: &[usize],
+    v: &[Vec<f64>],
+    got: &[f64],
+    [n, k]: [usize; 2],
+) -> Result<String, String> {
+    let (mut mine, mut theirs, mut terms) = (Vec::new(), Vec::new(), 0);
+    for (e, ends) in offsets.windows(2).enumerate() {
+        terms = terms.max(ends[1] - ends[0]);
+        for i in sampled(n) {
+            for j in (0..k).step_by(211) {
+                mine.push(got[(e * n + i) * k + j]);
+                theirs.push((ends[0]..ends[1]).map(|row| v[1][row * n + i] * v[2][row * k + j]).sum());
+            }
+        }
+    }
+    judge(norm_error(&mine, &theirs), tolerance(DType::Bf16, terms, 0))
 }
 
 pub(super) fn attention(

@@ -4,9 +4,11 @@
 use super::Log;
 use crate::args;
 use crate::capture::{self, RunPlan};
+use crate::config::RunConfig;
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions, launch_cost};
 use crate::device::{Arm, DeviceError, Executor};
 use crate::overrides;
+use crate::program::Program;
 use crate::recipe::Catalogue;
 use crate::workloads::{self, share::RankShare, shrink};
 
@@ -122,14 +124,25 @@ fn equal_in_every_scope(log: &mut Log, options: &CudaOptions, count: usize) {
     }
 }
 
-/// The small model of a command line.
-pub fn small(line: &str) -> Result<RunPlan, String> {
+fn config(line: &str) -> Result<RunConfig, String> {
     let argv = std::iter::once("mbperf").chain(line.split_whitespace());
     let args::Command::Run(args) = args::parse(argv).map_err(|e| e.to_string())? else {
         return Err(format!("'{line}' is no run"));
     };
     let catalogue = Catalogue::load(None).map_err(|e| e.to_string())?;
-    let mut cfg = overrides::resolve(&args, &catalogue, &|_| None).map_err(|e| e.to_string())?.config;
+    Ok(overrides::resolve(&args, &catalogue, &|_| None).map_err(|e| e.to_string())?.config)
+}
+
+/// A step of a command line, in full size.
+pub fn whole(line: &str) -> Result<Program, String> {
+    let cfg = config(line)?;
+    let share = RankShare::of(&cfg).map_err(|e| e.to_string())?;
+    workloads::build(&cfg, &share).map_err(|e| e.to_string())
+}
+
+/// The small model of a command line.
+pub fn small(line: &str) -> Result<RunPlan, String> {
+    let mut cfg = config(line)?;
     shrink::shrink(&mut cfg, shrink::Given::default());
     // One more layer a stage, so that graphs hand over to graphs.
     let chunks = cfg.parallel.pp * cfg.parallel.vp;
@@ -171,20 +184,16 @@ fn equal_arms(line: &str, options: &CudaOptions, count: usize) -> Result<String,
     let before = steps(&mut device, Arm::Graph, count)?;
     let cost = device.capture()?;
     let after = steps(&mut device, Arm::Graph, count)?;
-    device.destroy_graphs()?;
     let losses = [before.losses, after.losses].concat();
-    if losses != eager.losses {
-        return Err(DeviceError::Unequal(format!(
-            "losses differ: eager {:?}, graph {:?}",
-            floats(&eager.losses),
-            floats(&losses)
-        )));
+    let first = Trace { losses, digest: after.digest };
+    same("graph", &eager, &first)?;
+    // The other way round: what replays left behind must not reach an eager step, nor the reverse.
+    for arm in [Arm::Eager, Arm::Graph] {
+        device.reset()?;
+        same("the same steps once more", &eager, &steps(&mut device, arm, 2 * count)?)?;
     }
-    for (a, b) in eager.digest.iter().zip(&after.digest) {
-        if a != b {
-            return Err(DeviceError::Unequal(format!("{} differs", a.0)));
-        }
-    }
+    device.destroy_graphs()?;
+    let losses = first.losses;
     Ok(format!(
         "{} graphs, {} nodes, {} losses and {} buffers the same bit for bit",
         cost.graphs,
@@ -192,6 +201,21 @@ fn equal_arms(line: &str, options: &CudaOptions, count: usize) -> Result<String,
         losses.len(),
         eager.digest.len()
     ))
+}
+
+/// Whether `other` is what the eager steps gave.
+fn same(what: &str, eager: &Trace, other: &Trace) -> Result<(), DeviceError> {
+    if other.losses != eager.losses {
+        return Err(DeviceError::Unequal(format!(
+            "losses differ: eager {:?}, {what} {:?}",
+            floats(&eager.losses),
+            floats(&other.losses)
+        )));
+    }
+    match eager.digest.iter().zip(&other.digest).find(|(a, b)| a != b) {
+        Some((a, _)) => Err(DeviceError::Unequal(format!("{} differs ({what})", a.0))),
+        None => Ok(()),
+    }
 }
 
 fn floats(bits: &[u32]) -> Vec<f32> {

@@ -9,9 +9,9 @@ use thiserror::Error;
 
 pub use layout::{Stage, layout_stages, pipeline_stages};
 
-use crate::config::{LayerKind, RunConfig};
+use crate::config::{Graph, GraphImpl, LayerKind, RunConfig, Scope};
 use crate::ranks::groups::Place;
-use crate::recipe::{DELTA_NET, LayerError, Values, layer_kinds, padded_vocab};
+use crate::recipe::{DELTA_NET, LayerError, Values, graphable, layer_kinds, padded_vocab};
 
 /// What a share is computed from; [`RankShare::of`] fills it from a run's configuration.
 #[derive(Debug, Clone, PartialEq)]
@@ -142,6 +142,25 @@ pub enum ShareError {
 }
 
 impl RankShare {
+    /// What graphs will hold of these layers, in words: layers by scope (`attn 48, moe_router 48`), `whole_layer` or
+    /// `full_iteration` with all of them, or `none`.
+    pub fn captured_layers(&self, graph: &Graph) -> String {
+        if graph.implementation == GraphImpl::None {
+            return "none".into();
+        }
+        if graph.scope.is_empty() {
+            return format!("whole_layer {}", self.layers.len());
+        }
+        let kinds: Vec<LayerKind> = self.layers.iter().map(|l| l.kind).collect();
+        let can = graphable(&kinds);
+        let layers = |scope: &Scope| {
+            let name = scope.name();
+            let count = can.iter().find(|(of, _)| *of == name).map_or(0, |(_, layers)| *layers);
+            format!("{name} {}", if *scope == Scope::FullIteration { self.layers.len() } else { count })
+        };
+        graph.scope.iter().map(layers).collect::<Vec<_>>().join(", ")
+    }
+
     /// The share of `--pp_rank`.
     ///
     /// # Errors

@@ -91,7 +91,8 @@ fn told(error: DeviceError, phase: Phase, label: &str, free: impl FnOnce() -> us
                 what: format!("the graph of {label} (at least)"),
                 need_mib: free_mib,
                 free_mib,
-                remedy: "graphs take device memory of their own: capture fewer launches, or shrink the run"
+                remedy: "graphs take device memory of their own: capture a narrower --cuda_graph_scope, or shrink the \
+                         run (--num_layers, --seq_length, --max_microbatches)"
                     .to_owned(),
             }
         }

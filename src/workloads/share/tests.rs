@@ -236,3 +236,21 @@ fn layouts_hold_upstreams_restrictions() {
     assert!(ends(0, 3, 10).is_err());
     assert!(ends(5, 5, 10).is_err(), "nothing is left for the middle");
 }
+
+#[test]
+fn what_is_captured_is_said_in_layers() {
+    let catalogue = Catalogue::load(None).unwrap();
+    let said = |line: &str| {
+        let argv = std::iter::once("mbperf").chain(line.split_whitespace());
+        let Ok(crate::args::Command::Run(args)) = crate::args::parse(argv) else { panic!("{line}") };
+        let config = crate::overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
+        RankShare::of(&config).unwrap().captured_layers(&config.graph)
+    };
+    let llama = "-m llama -mr llama3_8b -g h100";
+    assert_eq!(said(llama), "none");
+    assert_eq!(said(&format!("{llama} --cuda_graph_scope attn,mlp")), "attn 32, mlp 32");
+    assert_eq!(said(&format!("{llama} --cuda_graph_impl transformer_engine")), "whole_layer 32");
+    assert_eq!(said(&format!("{llama} --cuda_graph_scope full_iteration")), "full_iteration 32");
+    let hybrid = "-m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=ME*M";
+    assert_eq!(said(&format!("{hybrid} --cuda_graph_scope attn,moe_router,mamba")), "attn 1, moe_router 1, mamba 2");
+}
