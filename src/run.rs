@@ -151,7 +151,10 @@ fn one(
     // Before anything runs: what was understood (rules file, section 2).
     let tracker = if facts.te_rng_tracker { "on" } else { "off" };
     let graphs = &facts.cuda_graph_impl;
-    say(args, &format!("graphs: {graphs}, layers captured: {}; RNG tracker {tracker}", facts.captured_layers));
+    say(
+        args,
+        &format!("graphs: {graphs}, layers captured: {}; RNG tracker {tracker}", facts.captured_layers),
+    );
     facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
     if start.is_some() {
         let wire = if on_gpu { "nccl" } else { "tcp" };

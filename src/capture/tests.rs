@@ -114,12 +114,57 @@ fn alltoall_router_and_preprocess_hold_the_first_permutation_but_not_the_counts(
     assert_eq!(story(&cfg, 0, 0), want);
 }
 
+/// Three gradients enter a captured router: of its probabilities, of the normed tokens, and the residual's.
+#[test]
+fn alltoall_router_and_attention_are_captured_apart_from_the_dispatch() {
+    let of = |scope: &[Scope]| {
+        story(&with_graphs(moe(Dispatcher::Alltoall), GraphImpl::TransformerEngine, scope), 0, 0)
+    };
+    let dispatch =
+        "moe_sort gather_rows counts_to_host stand_in_all_to_all stand_in_all_to_all chunk_map gather_rows";
+    let experts = format!("{dispatch} {EXPERTS_F} gather_rows stand_in_all_to_all combine_rows");
+    let back = format!(
+        "gather_rows stand_in_all_to_all gather_rows {EXPERTS_B} gather_rows stand_in_all_to_all stand_in_all_to_all combine_rows"
+    );
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F}"),
+        format!("e {ROUTER_F} {experts}"),
+        format!("e {back} {ROUTER_B} copy"),
+        format!("G {QK_ATTN_B}"),
+    ];
+    assert_eq!(of(&[Attn]), want);
+    let want = [
+        "e copy".to_string(),
+        format!("G {ATTN_F} {ROUTER_F}"),
+        format!("e {experts}"),
+        format!("e {back} copy copy copy"),
+        format!("G {ROUTER_B} {QK_ATTN_B}"),
+    ];
+    assert_eq!(of(&[Attn, MoeRouter]), want);
+    let want = [
+        format!("e {ATTN_F} copy"),
+        format!("G {ROUTER_F}"),
+        format!("e {experts}"),
+        format!("e {back} copy copy copy"),
+        format!("G {ROUTER_B}"),
+        format!("e {QK_ATTN_B}"),
+    ];
+    assert_eq!(of(&[MoeRouter]), want);
+}
+
 #[test]
 fn flex_dispatch_permutes_outside_the_preprocess_scope() {
     let cfg = with_graphs(moe(Dispatcher::Flex), GraphImpl::TransformerEngine, &[MoeRouter, MoePreprocess]);
-    let got = story(&cfg, 0, 0);
-    assert_eq!(got[1], format!("G {ROUTER_F} moe_sort"));
-    assert_eq!(got[2], format!("e counts_to_host gather_rows {EXPERTS_F} combine_rows"));
+    let want = [
+        format!("e {ATTN_F} copy"),
+        format!("G {ROUTER_F} moe_sort"),
+        format!("e counts_to_host gather_rows {EXPERTS_F} combine_rows"),
+        format!("e gather_rows {EXPERTS_B} combine_rows copy copy copy"),
+        format!("G {ROUTER_B}"),
+        format!("e {QK_ATTN_B}"),
+    ];
+    assert_eq!(story(&cfg, 0, 0), want);
     let router = with_graphs(moe(Dispatcher::Flex), GraphImpl::TransformerEngine, &[Attn, MoeRouter]);
     assert_eq!(story(&router, 0, 0)[1], format!("G {ATTN_F} {ROUTER_F}"));
 }
@@ -606,8 +651,20 @@ fn arms_are_equal_with_recompute() {
 
 #[test]
 fn each_launch_left_out_of_the_graphs_is_noticed() {
-    let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Attn, Mlp]);
-    let plan = plan(program(&cfg), &cfg.graph, cfg.seed).unwrap();
+    let te = |cfg, scope: &[Scope]| with_graphs(cfg, GraphImpl::TransformerEngine, scope);
+    for (cfg, least) in [
+        (te(dense(), &[Attn, Mlp]), 21),
+        (te(moe(Dispatcher::Alltoall), &[Attn, MoeRouter, MoePreprocess]), 21),
+        (te(moe(Dispatcher::Flex), &[MoeRouter, MoePreprocess]), 8),
+        (te(padded(), &[Moe]), 21),
+        (with_graphs(padded(), GraphImpl::Local, &[FullIteration]), 80),
+    ] {
+        each_is_noticed(&cfg, least);
+    }
+}
+
+fn each_is_noticed(cfg: &RunConfig, least: usize) {
+    let plan = plan(program(cfg), &cfg.graph, cfg.seed).unwrap();
     let arm = plan.graph.clone().unwrap();
     // The first segment of each graph is the one that is recorded.
     let mut seen = Vec::new();
@@ -633,7 +690,7 @@ fn each_launch_left_out_of_the_graphs_is_noticed() {
         );
         checked += 1;
     }
-    assert!(checked > 20, "{checked}");
+    assert!(checked >= least, "{checked}");
 }
 
 /// Runs one step launch by launch; the first launch that leaves a value that is not finite is named.

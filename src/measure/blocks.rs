@@ -85,7 +85,7 @@ pub(super) fn time(
         session.model(Some(costs.clone()))?;
         let step_ms: Vec<f64> = (0..sides.len())
             .map(|side| {
-                let bare = last_wall(session, side).unwrap_or(step_ms[side]);
+                let bare = last_wall(session, side, Pacing::RunAhead).unwrap_or(step_ms[side]);
                 costs.arm(sides[side]).map(|c| c.step_ms.max(bare))
             })
             .collect::<Result<_, _>>()?;
@@ -105,9 +105,9 @@ pub(super) fn time(
     Ok(stopped)
 }
 
-/// Median of the last timed block of a side.
-fn last_wall(session: &Session, side: usize) -> Option<f64> {
-    session.blocks.iter().rev().find(|b| b.side == side).map(|b| b.wall_ms_median)
+/// Median of the last timed block of a side under a pacing.
+fn last_wall(session: &Session, side: usize, pacing: Pacing) -> Option<f64> {
+    session.blocks.iter().rev().find(|b| b.side == side && b.pacing == pacing).map(|b| b.wall_ms_median)
 }
 
 /// Blocks under the host model until the limit: one of each side to settle, then pairs as ever.
@@ -276,7 +276,7 @@ fn settle(session: &mut Session, sides: &[Arm], step_ms: &[f64], budget_ms: f64)
 fn sync_blocks(session: &mut Session, sides: &[Arm], timed: usize, share_ms: f64) -> Result<(), Stop> {
     session.hooks.progress.stage("timing with every step synchronised");
     let timed = timed.min(SYNC_STEPS);
-    let medians: f64 = (0..sides.len()).filter_map(|side| last_wall(session, side)).sum();
+    let medians: f64 = (0..sides.len()).filter_map(|side| last_wall(session, side, Pacing::RunAhead)).sum();
     let start = session.executor.now_ms();
     // A synchronised step is at least as long as one with run-ahead.
     let mut pair_ms = (timed + 1) as f64 * medians;
@@ -299,7 +299,7 @@ fn issue_steps(session: &mut Session, sides: &[Arm], share_ms: f64) -> Result<()
     if !session.executor.set_drained(true) {
         return Ok(());
     }
-    let medians: f64 = (0..sides.len()).filter_map(|side| last_wall(session, side)).sum();
+    let medians: f64 = (0..sides.len()).filter_map(|side| last_wall(session, side, Pacing::RunAhead)).sum();
     let fit = (share_ms / medians.max(1e-3)) as usize;
     let steps = fit.clamp(1, ISSUE_STEPS);
     let done = order(sides, 0)

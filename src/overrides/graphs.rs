@@ -147,9 +147,9 @@ pub fn notices(e: &Effective, notices: &mut Vec<Notice>) {
 fn recomputable(e: &Effective, module: &str) -> bool {
     let experts = e.layers_of(Scope::Moe) > 0;
     match module {
-        // Upstream has no checkpoint around DeepSeek-V4's core.
-        "core_attn" => e.layers_of(Scope::Attn) > 0 && !e.shared_kv(),
-        "mlp" => e.layers_of(Scope::Mlp) > 0,
+        // Upstream has no checkpoint around DeepSeek-V4's core, nor selective ones in a diffusion block.
+        "core_attn" => e.layers_of(Scope::Attn) > 0 && !e.shared_kv() && !e.values.is_set("model.diffusion"),
+        "mlp" => e.layers_of(Scope::Mlp) > 0 && !e.values.is_set("model.diffusion"),
         "moe" | "moe_act" => experts,
         "shared_experts" => experts && e.shared_expert(),
         "layernorm" => experts || e.values.on("model.multi_latent_attention"),

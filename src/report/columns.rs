@@ -342,9 +342,9 @@ columns! {
     comm_model Text r => r.facts.comm_model.clone(), "How long stood-in collectives take (`--comm_model`): `copy`, or the wire and its 10^9 bytes a second; empty where none is stood in for.";
     rank_step_time_ms_min Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.0)), "Several processes: the fastest rank's own median step time. `step_time_ms_median` is of the slowest rank of each step.";
     rank_step_time_ms_max Float r => arm(r, |a| a.rank_step_time_ms.map(|t| t.1)), "The slowest rank's own median step time.";
+    rank_skew_ms Float r => arm(r, |a| a.rank_skew_ms), "Median over steps of what the slowest rank took longer than the fastest.";
     captured_layers Text r => r.facts.captured_layers.clone(), "Layers of this rank that the scope captures, by scope (`attn 48, moe_router 48`); `whole_layer` or `full_iteration` with all of them; `none` without graphs.";
     moe_routing Text r => r.facts.moe_routing, "Who chose the experts: `balanced` (forced random, as the recipe or `--moe_routing` asks), `skewed`, or the `router`; empty without experts.";
-    rank_skew_ms Float r => arm(r, |a| a.rank_skew_ms), "Median over steps of what the slowest rank took longer than the fastest.";
 }
 
 fn stopped_by(stopped: crate::measure::outcome::Stopped) -> &'static str {

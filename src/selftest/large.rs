@@ -1,8 +1,8 @@
 //! Real sizes. The ops of real steps are checked whole where the reference takes seconds; products and attention, whose
 //! references would take hours, by sampled rows.
 
-use super::{Log, family, steps};
 use super::ops::{inputs, norm_error, on_device};
+use super::{Log, family, steps};
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::attention::{AttnFwd, AttnShape};

@@ -118,6 +118,33 @@ impl Stack<'_> {
         Some(Tower { v, images, patches, tokens, width: self.cfg.model.hidden_size })
     }
 
+    /// What a tower of a user's recipe may not have.
+    fn check_tower(&self, t: &Tower) -> Result<(), WorkloadError> {
+        let (v, side) = (&t.v, t.v.side);
+        let wrong = |what: String| Err(WorkloadError::Unsupported(format!("model.vision: {what}")));
+        if side == 0 || side % 2 != 0 {
+            return wrong(format!(
+                "an image is {side} patches wide, and 2 x 2 are merged: choose a patch_size that gives an even number"
+            ));
+        }
+        if v.num_heads == 0 || v.hidden_size % v.num_heads != 0 {
+            return wrong(format!("num_heads {} does not divide hidden_size {}", v.num_heads, v.hidden_size));
+        }
+        if v.deepstack.windows(2).any(|w| w[0] >= w[1]) || v.deepstack.last().is_some_and(|b| *b >= v.depth) {
+            return wrong(format!(
+                "deepstack_visual_indexes {:?} must rise and stay below depth {}",
+                v.deepstack, v.depth
+            ));
+        }
+        if !v.deepstack.is_empty() && self.share.chunks.first().is_none_or(|c| c.is_empty()) {
+            return wrong(
+                "DeepStack adds to decoder layers of the first model chunk, which has none: give it one"
+                    .into(),
+            );
+        }
+        Ok(())
+    }
+
     /// Rotary coordinates of text with an image in it.
     pub(super) fn text_axes(&self) -> Option<Axes> {
         let (v, section) = (self.cfg.model.vision.as_ref()?, self.cfg.model.mrope_section?);
@@ -164,6 +191,7 @@ impl Stack<'_> {
     /// The tower, and the embedding `x` with the image's tokens in place of what it had there.
     pub(super) fn vision_forward(&mut self, pixels: Option<BufId>, x: BufId) -> Result<BufId, WorkloadError> {
         let (Some(t), Some(pixels)) = (self.tower(), pixels) else { return Ok(x) };
+        self.check_tower(&t)?;
         let shape = self.image_shape(&t, true)?;
         self.b.at(None, Part::Vision, Pass::Forward);
         let h = t.v.hidden_size;

@@ -1,23 +1,25 @@
-//! Issuing a step while the launch queue never fills: the device is waited for every so many calls, and the waits are
+//! Issuing a step while the launch queue never fills: the device is waited for every so many launches, and the waits are
 //! told apart. What is left is what issuing costs the host, which a full queue hides: there a launch returns when an
 //! earlier one has run.
 
+use super::arm::Arm;
 use super::context::Context;
 use crate::device::DeviceError;
 use crate::device::host::Watch;
 use crate::device::record::Call;
 use std::time::{Duration, Instant};
 
-/// Calls between two waits. Issuing 2,267 launches to an idle H200 took 50 ms of a step of 110 (driver 580,
-/// `host_submit_ms_sync_median` in results/h200/llama3_8b.csv), as if some thousand find room; a quarter of that leaves
-/// some for calls that launch several kernels.
-const CALLS_BETWEEN_WAITS: usize = 256;
+/// Launches between two waits. Issuing 2,267 launches to an idle H200 took 50 ms of a step of 110 (driver 580,
+/// `host_submit_ms_sync_median` in results/h200/llama3_8b.csv), as if some thousand find room.
+const LAUNCHES_BETWEEN_WAITS: usize = 256;
 
 /// Waits in the middle of a step.
 #[derive(Debug)]
 pub(super) struct Drain<'a> {
     context: &'a Context,
-    calls: usize,
+    /// What each call of the arm launches: kernels, copies, memsets.
+    arm: &'a Arm,
+    launches: usize,
     waited: Duration,
     /// The first wait that failed.
     failed: Option<DeviceError>,
@@ -26,8 +28,8 @@ pub(super) struct Drain<'a> {
 }
 
 impl<'a> Drain<'a> {
-    pub fn new(context: &'a Context, then: Option<&'a mut dyn Watch>) -> Self {
-        Self { context, calls: 0, waited: Duration::ZERO, failed: None, then }
+    pub fn new(context: &'a Context, arm: &'a Arm, then: Option<&'a mut dyn Watch>) -> Self {
+        Self { context, arm, launches: 0, waited: Duration::ZERO, failed: None, then }
     }
 
     /// Time spent waiting.
@@ -50,14 +52,17 @@ impl Watch for Drain<'_> {
         if let Some(then) = &mut self.then {
             then.end(call);
         }
-        self.calls += 1;
         // A graph holds any number of launches.
-        let due = matches!(call, Call::Replay(_)) || self.calls >= CALLS_BETWEEN_WAITS;
+        self.launches += match call {
+            Call::Launch(i) => self.arm.launches[i].work.len().max(1),
+            Call::Replay(_) => LAUNCHES_BETWEEN_WAITS,
+        };
+        let due = self.launches >= LAUNCHES_BETWEEN_WAITS;
         if due && self.failed.is_none() {
             let begun = Instant::now();
             self.failed = self.context.synchronize().err();
             self.waited += begun.elapsed();
-            self.calls = 0;
+            self.launches = 0;
         }
     }
 }

@@ -244,7 +244,7 @@ impl CudaExecutor {
         let watch: Option<&mut dyn Watch> = match &mut ranges {
             ranges if self.drained => {
                 let then = ranges.as_mut().map(|r| r as &mut dyn Watch);
-                Some(drain.insert(Drain::new(&self.session.context, then)))
+                Some(drain.insert(Drain::new(&self.session.context, &side.ready, then)))
             }
             Some(ranges) => Some(ranges),
             None => None,

@@ -13,14 +13,16 @@ const SOURCE: KernelSource =
 const THREADS: u32 = 256;
 /// Each element of res has a lane of a warp, and rows and columns are summed by butterflies.
 const STREAMS: [usize; 2] = [2, 4];
+/// The backward keeps every iteration's maps in static shared memory, 512 bytes each, of the 48 KiB there are.
+const MOST_ITERATIONS: usize = 64;
 
 fn check(s: &HyperShape, op: &str) -> Result<(), DeviceError> {
     check_multiple(op, "hidden", s.hidden, VECTOR)?;
     int_param(op, "tokens", s.tokens)?;
     int_param(op, "streams * hidden", s.width())?;
-    if !STREAMS.contains(&s.streams) || s.iterations == 0 {
+    if !STREAMS.contains(&s.streams) || !(1..=MOST_ITERATIONS).contains(&s.iterations) {
         return Err(DeviceError::Invalid(format!(
-            "{op}: {} residual streams and {} Sinkhorn iterations, the kernel takes 2 or 4 and at least 1; use --device cpu",
+            "{op}: {} residual streams and {} Sinkhorn iterations, the kernel takes 2 or 4 and 1 to {MOST_ITERATIONS}; use --device cpu",
             s.streams, s.iterations
         )));
     }

@@ -173,6 +173,14 @@ impl Op for ImageRowsBwd {
     fn name(&self) -> &'static str {
         "image_rows_bwd"
     }
+    /// Without `replace` the image's rows alone are read and written.
+    fn bytes(&self) -> f64 {
+        let s = &self.shape;
+        let all = s.x_spec().iter().product::<usize>();
+        let image = s.image_rows() * s.hidden;
+        let moved = if s.replace { 2 * all + image } else { 2 * image };
+        (moved * DType::Bf16.size()) as f64
+    }
     fn args(&self) -> Vec<ArgSpec> {
         let s = &self.shape;
         let mut args = vec![ArgSpec::read("dout", DType::Bf16, &s.x_spec())];

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256) modulation_gate_grad(const flo
 #endif
 
 __device__ __forceinline__ void round8(const float* x, const bf16* add, bf16* out, int len) {
-    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (i >= len) return;
     float v[8], a[8];
     load8(x + i, v);
