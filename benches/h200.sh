@@ -97,7 +97,7 @@ if wants faults; then
     for fault in capture:driver_error instantiate:driver_error upload:driver_error first_replay:driver_error steady:driver_error \
         capture:out_of_memory instantiate:out_of_memory prepare:out_of_memory equality:wrong_result switch:wrong_result; do
         rm -f "$out"/last_fault*
-        timeout 60 "$mbperf" $LLAMA -sl 512 --num_layers 4 --cuda_graph_scope attn --inject $fault --max_time 1 -q -o "$out/last_fault.csv" >"$out/last.log" 2>&1
+        timeout 60 "$mbperf" $LLAMA -sl 128 --num_layers 1 --cuda_graph_scope attn --inject $fault --max_time 1 -q -o "$out/last_fault.csv" >"$out/last.log" 2>&1
         echo "$fault: exit $?, $(cut -d, -f3 "$out/last_fault.csv" 2>/dev/null | tail -n +2 | sort -u | tr '\n' ' ' | tr -d '\r')$(tail -1 "$out/last.log" | cut -c1-200)"
     done | tee "$out/faults.txt"
     rm -f "$out"/last_fault*

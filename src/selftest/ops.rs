@@ -10,6 +10,7 @@ use crate::ops::{Access, ArgSpec, Op, Sample};
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType, Init, Lifetime, memory};
 use half::bf16;
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Outcome of one output of one op.
@@ -52,6 +53,7 @@ pub fn inputs(op: &dyn Op, specs: &[ArgSpec], seed: u64) -> Vec<Vec<f64>> {
                 return values.iter().map(|&x| stored(spec.dtype, x)).collect();
             }
             (0..spec.len())
+                .into_par_iter()
                 .map(|i| {
                     let w = draw(arg, i);
                     stored(
