@@ -204,7 +204,7 @@ pub fn figure(x: f64) -> String {
 /// What is wrong with the numbers of a key's value, which has the key's type. Null is right where the key takes it.
 pub fn out_of_range(name: &str, value: &Value) -> Option<String> {
     match value {
-        Value::Null => None,
+        Value::Null | Value::Bool(_) | Value::String(_) => None,
         Value::Object(fields) => group(name, fields),
         _ => setting(name, value),
     }
