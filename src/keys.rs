@@ -4,9 +4,11 @@
 //! unchanged. A key is in this table only if something here reads it or a recipe states it; anything else is
 //! an error with a suggestion. Lengths are tokens, batch sizes are sequences, bucket sizes are elements.
 
+mod ranges;
 mod table;
 mod value;
 
+pub use ranges::{MAX_CAPACITY_FACTOR, MAX_LENGTH, MAX_SIZE, figure, out_of_range};
 pub use table::KEYS;
 pub use value::{canonical_value, expand_layer_pattern, parse_value};
 
@@ -105,12 +107,18 @@ pub const LONGEST_MISSPELT: usize = 128;
 /// Characters of a user's text that a message repeats.
 const REPEATED: usize = 100;
 
-/// The beginning of a text that is too long to be repeated in a message.
+/// A user's text as a message repeats it: the beginning of one that is too long, and [`printable`].
 pub fn short(text: &str) -> String {
     match text.char_indices().nth(REPEATED) {
-        Some((end, _)) => format!("{}... ({} characters)", &text[..end], text.chars().count()),
-        None => text.to_owned(),
+        Some((end, _)) => format!("{}... ({} characters)", printable(&text[..end]), text.chars().count()),
+        None => printable(text),
     }
+}
+
+/// Control characters as they are written in source: a terminal would obey them.
+pub fn printable(text: &str) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escape).collect()
 }
 
 /// The candidate whose spelling is nearest to `word`, if any is near enough to be a likely misspelling.
@@ -159,6 +167,7 @@ mod tests {
         assert_eq!(suggested("zzz"), None);
         assert_eq!(suggested(&"model.hiden_size".repeat(10_000)), None);
         assert!(find(&"x".repeat(100_000)).unwrap_err().to_string().len() < 200);
+        assert_eq!(short("a\u{1b}[31m"), "a\\u{1b}[31m");
         assert_eq!(nearest("H100", ["b200", "h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(nearest("x100", ["h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(find("model.delay_wgrad_compute").map(|k| k.name), Ok("comm_overlap.delay_wgrad_compute"));

@@ -25,7 +25,9 @@ fn wrong_use_is_one_line_exit_2_and_nothing_written() {
         ("--seed -1", "seed"),
         ("--max_time nan", "finite"),
         ("--max_time 0", "--max_time"),
-        ("--margin 1", "--margin"),
+        ("--margin 1", "--margin is 1, outside 0.000001 to 0.999"),
+        ("--moe_row_bound 1e300", "--moe_row_bound is 1e300, outside 1 to 16384"),
+        ("--comm_model nvlink:1e300", "0.001 to 100000"),
         ("--aa graph --cuda_graph_impl none", "--aa"),
         ("--inject nowhere:driver_error", "first_replay"),
         ("--inject upload:not_finite", "upload"),
@@ -139,12 +141,18 @@ fn recipe_files_of_all_sorts() {
         br#"{"family":"llama","model":"llama3_8b","recipes":[{"gpu":"h100"}]}"#,
         br#"{"family":"llama","model":"llama3_8b","recipes":[{"gpu":"h100","dtype":"bf16","gpus":-1}]}"#,
         br#"{"family":"llama","model":"new","architecture":{"num_layers":1e99},"recipes":[]}"#,
+        br#"{"family":"llama","model":"new","architecture":{"vision":{"depth":1000000000}},"recipes":[]}"#,
+        br#"{"family":"../x","model":"../../a/b","recipes":[]}"#,
         deep.as_bytes(),
     ] {
         fs::write(folder.join("x.json"), bytes).unwrap();
         let said = fails(dir.path(), line, 2);
         assert!(said.contains("x.json"), "{said}");
     }
+    // Sparse: read as a whole it would take all memory.
+    fs::File::create(folder.join("x.json")).unwrap().set_len(3 << 30).unwrap();
+    let said = fails(dir.path(), line, 2);
+    assert!(said.contains("x.json: it has 3221225472 bytes"), "{said}");
 }
 
 /// Exit code and `digest_match` of every fault that can be asked for on the CPU.

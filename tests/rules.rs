@@ -10,6 +10,7 @@ const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
 const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
 const HYBRID: &str = "-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs";
 const DEEPSEEK: &str = "-m deepseek -mr deepseek_v3 -g h100";
+const DEEPSEEK_V4: &str = "-m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx --run_dtype bf16";
 const TE: &str = "--cuda_graph_impl transformer_engine --cuda_graph_scope";
 const FULL: &str = "--cuda_graph_impl local --cuda_graph_scope full_iteration";
 const DROP: &str = "--use_tokendrop true model.moe_token_dispatcher_type=alltoall";
@@ -36,6 +37,30 @@ fn pairs() -> Vec<Pair> {
         pair("M02", LLAMA, "model.attention_dropout=1.5", "model.attention_dropout=0.5"),
         pair("M02", LLAMA, "--margin -0.1", "--margin 0.1"),
         pair("M02", QWEN, "--moe_row_bound 0.5", "--moe_row_bound 1.5"),
+        pair("M01", QWEN, "model.mtp_num_layers=8192", "model.mtp_num_layers=2"),
+        pair("M01", QWEN, "model.moe_latent_size=9223372036854775807", "model.moe_latent_size=1024"),
+        pair("M01", DEEPSEEK_V4, "model.q_lora_rank=1000000007", "model.q_lora_rank=512"),
+        pair("M01", LLAMA, "model.window_size=[-5,0]", "model.window_size=[-1,-1]"),
+        pair("M01", LLAMA, "ddp.bucket_size=-1", "ddp.bucket_size=40000000"),
+        pair("M01", LLAMA, "dataset.seq_length=16777216 model.seq_length=1024 -mb 2", "-mb 2"),
+        pair("M01", LLAMA, "--distributed_timeout_minutes 0", "--distributed_timeout_minutes 1"),
+        pair("M02", LLAMA, "--margin 1e-300", "--margin 1e-3"),
+        pair("M02", LLAMA, "--watchdog 1e300", "--watchdog 0"),
+        pair("M02", LLAMA, "--rendezvous_timeout 1e300", "--rendezvous_timeout 0.5"),
+        pair("M02", LLAMA, "--spin_percent 1e300", "--spin_percent 10"),
+        pair("M02", QWEN, "--moe_row_bound 1e300", "--moe_row_bound 16"),
+        pair("M02", LLAMA, "model.rotary_percent=1e-300", "model.rotary_percent=0.5"),
+        pair("M02", LLAMA, "optimizer.adam_eps=1e-300", "optimizer.adam_eps=1e-15"),
+        pair(
+            "M02",
+            QWEN,
+            "model.moe_expert_rank_capacity_factor=1e300",
+            "model.moe_expert_rank_capacity_factor=1.5",
+        ),
+        pair("M02", QWEN, "model.moe_expert_capacity_factor=-1e300", "model.moe_expert_capacity_factor=-1"),
+        pair("M14", DEEPSEEK_V4, "model.num_query_groups=2", "model.num_query_groups=1"),
+        pair("M14", DEEPSEEK_V4, "model.num_query_groups=null", ""),
+        pair("M14", LLAMA, "model.attention_variant=dsv4_hybrid", "model.attention_variant=null"),
         pair("M03", LLAMA, "--domain vlm", "--domain llm"),
         pair("M04", LLAMA, "--data c4", "--data mock"),
         pair("M05", LLAMA, "-ng 9", "-ng 8"),
@@ -230,7 +255,7 @@ fn pairs() -> Vec<Pair> {
         ),
         pair("R56", LLAMA, format!("{TE} attn -ms 4"), format!("{TE} attn -ms 5")),
         pair(
-            "R56",
+            "M01",
             LLAMA,
             format!("{TE} attn model.cuda_graph_warmup_steps=-1"),
             format!("{TE} attn model.cuda_graph_warmup_steps=0"),

@@ -8,6 +8,7 @@ use crate::config::{
     Window,
 };
 use crate::ops::rope::RopeScaling;
+use crate::ops::rope::axes::MERGE;
 use crate::ops::rope::scaling::{Llama3, Yarn};
 use crate::recipe::{Recipe, hybrid_kinds, layer_kinds, padded_vocab};
 use crate::rules::{Effective, Values, layout_of};
@@ -248,7 +249,8 @@ fn vision(v: &Values) -> Option<Vision> {
         num_heads: size("num_heads").max(1),
         patch_values: size("in_channels") * size("temporal_patch_size") * patch * patch,
         table_side: size("num_position_embeddings").isqrt(),
-        side: PIXELS / patch,
+        // Images are resized to whole merged patches, as Qwen's processor does.
+        side: PIXELS / patch / MERGE * MERGE,
         start: TOKENS_BEFORE,
         deepstack: list("deepstack_visual_indexes"),
     })

@@ -2,6 +2,7 @@
 
 use super::Notice;
 use crate::args::Args;
+use crate::keys::short;
 use crate::recipe::MAX_LAYERS;
 use crate::rules::Values;
 use serde_json::{Value, json};
@@ -53,7 +54,7 @@ pub fn adapt(
             let cut: String = p.chars().take(n).collect();
             notices.push(Notice::new(
                 "layer_pattern_cut",
-                format!("the hybrid pattern is cut to its first {n} layers: {cut}"),
+                format!("the hybrid pattern is cut to its first {n} layers: {}", short(&cut)),
             ));
             values.set("model.hybrid_override_pattern", cut);
         }
@@ -71,7 +72,7 @@ pub fn adapt(
             if values.is_set(key) {
                 let text = format!(
                     "{key} {} is the recipe's for its own layers and stages: an even split is used",
-                    values.get(key)
+                    short(&values.get(key).to_string())
                 );
                 notices.push(Notice::new("pipeline_split_dropped", text));
                 values.set(key, Value::Null);

@@ -1,6 +1,7 @@
 //! Recipe files: the schema, layering, and what is wrong with a file.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use include_dir::{Dir, include_dir};
@@ -172,8 +173,8 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
     let defaults = defaults.ok_or_else(|| malformed(Path::new(DEFAULTS), ".", "is not in the binary"))?;
     if let Some(dir) = recipes_dir {
         for path in json_files(dir)? {
-            let text = std::fs::read_to_string(&path)
-                .map_err(|reason| RecipeError::Unreadable { path: path.clone(), reason })?;
+            let text =
+                read(&path).map_err(|reason| RecipeError::Unreadable { path: path.clone(), reason })?;
             let file: ModelFile = parse(&path, &text)?;
             words::check(&path, &file)?;
             let key = name(&file);
@@ -192,6 +193,24 @@ pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError>
         catalogue.recipes.extend(recipes);
     }
     Ok(catalogue)
+}
+
+/// Largest file of recipes, in bytes: the largest built-in one has some 30 KB.
+const MAX_FILE: u64 = 16 << 20;
+
+/// The text of a user's file. A sparse file of gigabytes is none.
+fn read(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    let file = std::fs::File::open(path)?;
+    let size = file.metadata()?.len();
+    // One byte more than may be: a file can grow after it was looked at.
+    file.take(MAX_FILE + 1).read_to_string(&mut text)?;
+    match size.max(text.len() as u64) {
+        0..=MAX_FILE => Ok(text),
+        size => {
+            Err(std::io::Error::other(format!("it has {size} bytes, a file of recipes {MAX_FILE} at most")))
+        }
+    }
 }
 
 /// Where a user's other files state what `file` states: neither is meant to win. `before` is what is known of the model.
@@ -269,7 +288,11 @@ fn parse<T: for<'de> Deserialize<'de>>(path: &Path, text: &str) -> Result<T, Rec
 }
 
 fn malformed(file: &Path, path: &str, reason: &str) -> RecipeError {
-    RecipeError::Malformed { file: file.to_owned(), path: path.to_owned(), reason: reason.to_owned() }
+    RecipeError::Malformed {
+        file: file.to_owned(),
+        path: keys::printable(path),
+        reason: keys::printable(reason),
+    }
 }
 
 impl Layers {
@@ -292,6 +315,9 @@ impl Layers {
                 return Err(wrong(&format!("it is another spelling of `{other}`, which is stated too")));
             }
             let value = keys::canonical_value(row, value).map_err(|e| wrong(&e.to_string()))?;
+            if let Some(what) = keys::out_of_range(row.name, &value) {
+                return Err(wrong(&what));
+            }
             self.values.insert(row.name.to_owned(), value);
         }
         Ok(())
@@ -372,7 +398,7 @@ fn resolve(defaults: &(PathBuf, Defaults), source: &Source) -> Result<Vec<Recipe
         let at = format!("recipes[{i}]");
         if let Some(code) = entry.issues.iter().find(|c| super::issue_meaning(c).is_none()) {
             let known = keys::nearest(code, ISSUES.iter().map(|(c, _)| *c));
-            let reason = format!("unknown issue `{code}`{}", super::suggest(&known));
+            let reason = format!("unknown issue `{}`{}", keys::short(code), super::suggest(&known));
             return Err(malformed(&source.path, &format!("{at}.issues"), &reason));
         }
         if entry.gpus == 0 {
@@ -434,7 +460,7 @@ fn point_aliases(source: &Source, recipes: &mut BTreeMap<String, Recipe>) -> Res
             return Err(malformed(
                 &source.path,
                 "recipes",
-                &format!("{function}: there is no recipe {target}"),
+                &format!("{function}: there is no recipe {}", keys::short(&target)),
             ));
         };
         if let Some(alias) = recipes.get_mut(&function) {

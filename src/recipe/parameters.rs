@@ -168,8 +168,9 @@ pub fn parameters(values: &Values) -> Option<Parameters> {
             LayerKind::Dense | LayerKind::DeltaDense => (a.mixer(i, hidden), (dense, dense)),
             LayerKind::Moe | LayerKind::DeltaMoe => (a.mixer(i, hidden), experts),
         };
-        sum.total += mixer + total;
-        sum.active += mixer + active;
+        // Every part fits; thousands of layers of the widest do not.
+        sum.total = sum.total.saturating_add(mixer + total);
+        sum.active = sum.active.saturating_add(mixer + active);
     }
     Some(sum)
 }

@@ -110,6 +110,10 @@ fn the_level_that_failed_is_named() {
     let variant =
         message(Selector { variant: Some("dev".to_owned()), ..ask("llama", "llama3_8b", "h100", "bf16") });
     assert!(variant.contains("there is one without -cv"), "{variant}");
+    let long = "x".repeat(3000);
+    assert!(message(ask(&long, "llama3_8b", "h100", "bf16")).len() < 500);
+    let variant = Selector { variant: Some(long), ..ask("llama", "llama3_8b", "h100", "bf16") };
+    assert!(message(variant).len() < 500);
 }
 
 /// Loads one user's file.
@@ -211,6 +215,18 @@ fn words_that_nobody_can_ask_for_and_keys_stated_twice_are_refused() {
         (with("bf16", "fp64"), "recipes[0].dtype", "`fp64` is none of bf16"),
         (with(r#""variant": "x""#, r#""task": "train""#), "recipes[0].task", "pretrain"),
         (with(r#""x""#, r#""X""#), "recipes[0].variant", "lower case"),
+        (with(r#""x""#, r#""x\u001b[31m""#), "recipes[0].variant", r"`x\u{1b}[31m` must be"),
+        (with(r#""x""#, r#"".x""#), "recipes[0].variant", "the first no `.`"),
+        (with(r#""x""#, &format!("\"{}\"", "x".repeat(3000))), "recipes[0].variant", "(3000 characters)"),
+        (file(fine, "").replace("\"llama\"", "\"../x\""), "family", "`../x` must be"),
+        (file(fine, "").replace("llama3_8b", "../../a/b"), "model", "`../../a/b` must be"),
+        (set(r#""model.vision": {}"#), "set.model.vision", "model.vision.depth is missing"),
+        (
+            set(r#""model.rope_scaling": { "type": "zzz" }"#),
+            "set.model.rope_scaling",
+            "none of default, linear",
+        ),
+        (set(r#""model.q_lora_rank": 1000000007"#), "set.model.q_lora_rank", "outside 1 to 1048576"),
         (file(fine, "").replace("\"llama\"", "\"Llama\""), "family", "lower case"),
         (file(fine, r#""when": [{ "gpu": ["h100", "h20"], "set": {} }],"#), "when[0].gpu", "`h20`"),
         (file(fine, r#""when": [{ "dtype": "fp64", "set": {} }],"#), "when[0].dtype", "`fp64`"),

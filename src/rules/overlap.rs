@@ -138,7 +138,10 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let modules = e.recomputed();
             if let Some(unknown) = modules.iter().find(|m| !RECOMPUTABLE.contains(m)) {
-                return Some(format!("--recompute_modules {unknown}: there is no such module"));
+                return Some(format!(
+                    "--recompute_modules {}: there is no such module",
+                    crate::keys::short(unknown)
+                ));
             }
             let count = e.values.int("model.recompute_num_layers").filter(|_| !modules.is_empty());
             let lacks = [

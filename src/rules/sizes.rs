@@ -2,22 +2,27 @@
 
 use super::{Effective, Rule};
 use crate::config::{Ddp, Parallel};
-use crate::recipe::{MAX_LAYERS, layer_kinds};
+use crate::keys::{self, Kind, MAX_CAPACITY_FACTOR, MAX_LENGTH, MAX_SIZE, figure};
+use crate::recipe::{SHARED_KV, layer_kinds};
 use crate::workloads::share::layout_stages;
+use serde_json::Value;
 
-/// Counts beyond this are typing errors.
-const MAX_SIZE: i64 = 1 << 30;
-/// Widths of the model beyond this are typing errors: the widest today are under 1 << 17.
-const MAX_WIDTH: i64 = 1 << 20;
-/// Tokens of a micro-batch, and words of a vocabulary: kernels count elements of a row of them in 32 bits.
-const MAX_LENGTH: i64 = 1 << 24;
-/// Experts, and choices a token: the largest models have under 1 << 10.
-const MAX_EXPERTS: i64 = 1 << 14;
 /// FLOPs of a rank's step beyond which no GPU ends it within a quarter of an hour (at 10^15 a second); products of
 /// sizes below it also fit their integers.
 const MAX_STEP_FLOPS: f64 = 1e18;
 /// Layers times micro-batches of a rank's step: some hundred launches each, all planned and kept one by one.
 const MAX_LAYER_PASSES: f64 = 32768.0;
+/// Longest time that an option names: a month. A longer one is none.
+const MAX_TIME_S: f64 = 30.0 * 24.0 * 3600.0;
+/// Shortest time that an option names: no step and no answer of another rank takes less.
+const MIN_TIME_S: f64 = 1e-3;
+const SECONDS_A_MINUTE: f64 = 60.0;
+/// Margins that can be judged: clocks tick in microseconds of steps of seconds; at 1 all arms are equivalent.
+const MARGIN: (f64, f64) = (1e-6, 0.999);
+/// `--spin_percent` beyond this is no step with a delay, but a delay.
+const MAX_SPIN_PERCENT: f64 = 1000.0;
+/// Settings of DeepSeek-V4's attention beside those of `model.sparse_attention`.
+const SHARED_KV_SIZES: [&str; 3] = ["model.q_lora_rank", "model.kv_channels", "model.qk_pos_emb_head_dim"];
 /// Widths of vectors that kernels load at once, in bf16 elements (16 bytes).
 const VECTOR: i64 = 8;
 
@@ -25,20 +30,11 @@ fn when(broken: bool, text: impl FnOnce() -> String) -> Option<String> {
     broken.then(text)
 }
 
-/// A number as a person writes it: 1e308 is not spelt out in 309 digits.
-fn figure(x: f64) -> String {
-    if x == 0.0 || (1e-6..1e15).contains(&x.abs()) { x.to_string() } else { format!("{x:e}") }
-}
-
-/// The first of these settings that is set and outside its range.
-fn out_of_range(e: &Effective, keys: &[&str], least: i64, most: i64) -> Option<String> {
-    let bad = |key: &&str| {
-        e.values
-            .int(key)
-            .filter(|v| *v < least || *v > most)
-            .map(|v| format!("{key} is {v}, outside {least} to {most}"))
-    };
-    keys.iter().find_map(bad)
+/// The first setting whose numbers are outside their range: factors and rates, or all else.
+fn out_of_range(e: &Effective, real: bool) -> Option<String> {
+    let of_kind = |key: &str| keys::find(key).is_ok_and(|row| (row.kind == Kind::Float) == real);
+    let mut settings = e.values.0.iter().filter(|(key, _)| of_kind(key));
+    settings.find_map(|(key, value)| keys::out_of_range(key, value))
 }
 
 /// Micro-batches of a step that are run.
@@ -49,20 +45,46 @@ fn micro_batches(e: &Effective) -> f64 {
     if most > 0.0 { job.min(most).max(1.0) } else { job.max(1.0) }
 }
 
-/// FLOPs of a rank's step, roughly: six a weight and token, and attention's square.
+/// Tokens of a sequence: both lengths are one unless a recipe says otherwise.
+fn sequence(e: &Effective) -> i64 {
+    e.size("model.seq_length").max(e.size("dataset.seq_length"))
+}
+
+/// Layers of all depths of multi-token prediction.
+fn prediction_layers(e: &Effective) -> f64 {
+    let depths = e.values.int("model.mtp_num_layers").unwrap_or(0) as f64;
+    let letters = e.values.text("model.mtp_hybrid_override_pattern").map_or(1, str::len);
+    depths * letters.max(1) as f64
+}
+
+/// FLOPs of a rank's step, roughly: six a weight and token, and attention's square. Every layer counts as one of each
+/// kind whose sizes are set: the widest of them must fit the integers too.
 fn step_flops(e: &Effective) -> f64 {
     let of = |key: &str| e.values.int(key).map_or(0.0, |v| v as f64);
     let or = |a: f64, b: f64| if a > 0.0 { a } else { b };
-    let tokens = of("model.seq_length") * of("train.micro_batch_size") / e.cp() as f64;
+    let seq = sequence(e) as f64;
+    let tokens = seq * of("train.micro_batch_size") / e.cp() as f64;
     let heads = of("model.num_attention_heads");
     let hidden = of("model.hidden_size");
     let width = heads * or(of("model.kv_channels"), hidden / heads.max(1.0));
-    let active = of("model.moe_ffn_hidden_size") * of("model.moe_router_topk");
-    let layer = hidden * (4.0 * width + 3.0 * of("model.ffn_hidden_size").max(active))
-        + of("model.seq_length") * width;
+    let latent = of("model.moe_latent_size");
+    let active =
+        of("model.moe_ffn_hidden_size") * of("model.moe_router_topk") * (1.0_f64).max(latent / hidden);
+    let mlp = of("model.ffn_hidden_size").max(active).max(of("model.moe_shared_expert_intermediate_size"));
+    let (q_rank, kv_rank) = (of("model.q_lora_rank"), of("model.kv_lora_rank"));
+    let head = of("model.qk_head_dim") + of("model.qk_pos_emb_head_dim") + of("model.v_head_dim");
+    let low_rank = (q_rank + kv_rank) * (hidden + heads * head) + heads * head * seq;
+    let mamba = of("model.mamba_num_heads") * of("model.mamba_head_dim");
+    let states = of("model.mamba_num_groups") * of("model.mamba_state_dim");
+    let scan = hidden * (3.0 * mamba + 2.0 * states) + mamba * of("model.mamba_state_dim");
+    let keys = of("model.linear_num_key_heads") * of("model.linear_key_head_dim");
+    let values = of("model.linear_num_value_heads") * of("model.linear_value_head_dim");
+    let delta = hidden * (2.0 * keys + 3.0 * values) + values * of("model.linear_key_head_dim");
+    let layer = hidden * (4.0 * width + 3.0 * mlp + 2.0 * latent) + seq * width + low_rank + scan + delta;
     let ranks = (e.tp() * e.pp()) as f64;
     let head = hidden * of("model.vocab_size") / e.tp() as f64;
-    6.0 * tokens * micro_batches(e) * (layer * of("model.num_layers") / ranks + head)
+    let layers = of("model.num_layers") / ranks + prediction_layers(e);
+    6.0 * tokens * micro_batches(e) * (layer * layers + head)
 }
 
 pub const NUMBERS: &[Rule] = &[
@@ -71,75 +93,36 @@ pub const NUMBERS: &[Rule] = &[
         wrong: "a size, count or step number that is 0, negative or absurdly large",
         remedy: "Give a number within the limits; leave the option out to keep the recipe's value.",
         broken: |e| {
-            let widths = [
-                "model.hidden_size",
-                "model.num_attention_heads",
-                "model.num_query_groups",
-                "model.kv_channels",
-                "model.ffn_hidden_size",
-                "model.moe_ffn_hidden_size",
-                "model.moe_shared_expert_intermediate_size",
-                "train.micro_batch_size",
-            ];
-            let lengths = [
-                "model.vocab_size",
-                "model.make_vocab_size_divisible_by",
-                "model.seq_length",
-                "dataset.seq_length",
-            ];
-            let experts = ["model.num_moe_experts", "model.moe_router_topk"];
-            let sizes = [
-                "train.global_batch_size",
-                "train.train_iters",
-                "model.tensor_model_parallel_size",
-                "model.pipeline_model_parallel_size",
-                "model.context_parallel_size",
-                "model.expert_model_parallel_size",
-                "model.expert_tensor_parallel_size",
-                "model.virtual_pipeline_model_parallel_size",
-                "model.microbatch_group_size_per_vp_stage",
-            ];
-            let option = |name: &str, v: i64, least: i64| {
-                when(v < least || v > MAX_SIZE, || format!("{name} is {v}, outside {least} to {MAX_SIZE}"))
+            let within = |name: &str, v: i64, least: i64, most: i64| {
+                when(v < least || v > most, || format!("{name} is {v}, outside {least} to {most}"))
             };
+            let option = |name: &str, v: i64, least: i64| within(name, v, least, MAX_SIZE);
+            let minutes = (MAX_TIME_S / SECONDS_A_MINUTE) as i64;
             let a = &e.args;
-            out_of_range(e, &["model.num_layers"], 1, i64::try_from(MAX_LAYERS).unwrap_or(i64::MAX))
-                .or_else(|| out_of_range(e, &widths, 1, MAX_WIDTH))
-                .or_else(|| out_of_range(e, &lengths, 1, MAX_LENGTH))
-                .or_else(|| out_of_range(e, &experts, 1, MAX_EXPERTS))
-                .or_else(|| out_of_range(e, &sizes, 1, MAX_SIZE))
-                .or_else(|| {
-                    let counts = [
-                        "scheduler.lr_warmup_iters",
-                        "model.cpu_offloading_num_layers",
-                        "model.mtp_num_layers",
-                        "model.num_layers_in_first_pipeline_stage",
-                        "model.num_layers_in_last_pipeline_stage",
-                    ];
-                    out_of_range(e, &counts, 0, MAX_SIZE)
-                })
-                // Any number is legal there (R16): below 1, no layer is recomputed.
-                .or_else(|| out_of_range(e, &["model.recompute_num_layers"], -MAX_SIZE, MAX_SIZE))
+            out_of_range(e, false)
                 .or_else(|| option("-ng", e.num_gpus, 1))
                 .or_else(|| e.max_steps.and_then(|v| option("-ms", v, 1)))
                 .or_else(|| option("--max_microbatches", a.mbperf.max_microbatches, 0))
                 .or_else(|| option("--pp_rank", a.mbperf.pp_rank, 0))
                 .or_else(|| a.mbperf.equality_steps.and_then(|v| option("--equality_steps", v, 2)))
+                .or_else(|| {
+                    let given = a.training.distributed_timeout_minutes;
+                    given.and_then(|v| within("--distributed_timeout_minutes", v, 1, minutes))
+                })
                 .or_else(|| a.performance.activation_offload_layers.and_then(|v| option("-ol", v, 0)))
                 .or_else(|| {
-                    let tokens = e.values.int("train.micro_batch_size").unwrap_or(1).saturating_mul(
-                        e.values.int("model.seq_length").unwrap_or(1),
-                    );
+                    let tokens = e.size("train.micro_batch_size").saturating_mul(sequence(e));
                     when(tokens > MAX_LENGTH, || {
                         format!("-mb x -sl is {tokens} tokens a micro-batch, above {MAX_LENGTH}")
                     })
                 })
                 .or_else(|| {
                     let layers = e.values.int("model.num_layers").unwrap_or(1) as f64 / e.pp() as f64;
-                    let passes = (layers * micro_batches(e)).ceil();
+                    let passes = ((layers + prediction_layers(e)) * micro_batches(e)).ceil();
                     when(passes > MAX_LAYER_PASSES, || {
                         format!(
-                            "a rank's layers times the micro-batches to run (--max_microbatches) are {passes}, above \
+                            "a rank's layers, those of multi-token prediction too, times the micro-batches to run \
+                             (--max_microbatches) are {passes}, above \
                              {MAX_LAYER_PASSES}"
                         )
                     })
@@ -158,50 +141,46 @@ pub const NUMBERS: &[Rule] = &[
     Rule {
         id: "M02",
         wrong: "a rate, factor or time out of its range",
-        remedy: "Dropout and Adam's betas lie in [0, 1); learning rates and --margin are not negative; --moe_row_bound is 1 \
-                 or more; all else is positive.",
+        remedy: "Give a number within the limits; leave it out to keep the default, or the recipe's value.",
         broken: |e| {
-            let within = |name: &str, v: Option<f64>, low: f64, high: f64| {
-                v.filter(|v| !v.is_finite() || *v < low || *v >= high)
-                    .map(|v| format!("{name} is {}", figure(v)))
+            let own = &e.args.mbperf;
+            let within = |name: &str, v: Option<f64>, least: f64, most: f64| {
+                v.filter(|v| !(least..=most).contains(v)).map(|v| {
+                    format!("{name} is {}, outside {} to {}", figure(v), figure(least), figure(most))
+                })
             };
-            let setting = |key: &str, low: f64, high: f64| within(key, e.values.float(key), low, high);
-            let least = f64::MIN_POSITIVE;
-            setting("model.attention_dropout", 0.0, 1.0)
-                .or_else(|| setting("model.hidden_dropout", 0.0, 1.0))
-                .or_else(|| {
-                    [
-                        "optimizer.lr",
-                        "optimizer.min_lr",
-                        "optimizer.weight_decay",
-                        "optimizer.clip_grad",
-                        "model.moe_aux_loss_coeff",
-                    ]
-                    .into_iter()
-                    .find_map(|k| setting(k, 0.0, f64::MAX))
-                })
-                .or_else(|| {
-                    ["optimizer.adam_beta1", "optimizer.adam_beta2"]
-                        .into_iter()
-                        .find_map(|k| setting(k, 0.0, 1.0))
-                })
-                .or_else(|| {
-                    [
-                        "model.init_method_std",
-                        "model.layernorm_epsilon",
-                        "optimizer.adam_eps",
-                        "model.rotary_base",
-                        "model.moe_expert_rank_capacity_factor",
-                        "model.moe_router_topk_scaling_factor",
-                    ]
-                    .into_iter()
-                    .find_map(|k| setting(k, least, f64::MAX))
-                })
-                .or_else(|| setting("model.rotary_percent", least, 1.0 + f64::EPSILON))
-                .or_else(|| within("model.moe_expert_capacity_factor", e.capacity_factor(), least, f64::MAX))
-                .or_else(|| within("--margin", Some(e.args.mbperf.margin), 0.0, 1.0))
-                .or_else(|| within("--max_time", e.args.mbperf.max_time, least, f64::MAX))
-                .or_else(|| within("--moe_row_bound", Some(e.args.mbperf.moe_row_bound), 1.0, f64::MAX))
+            out_of_range(e, true)
+                .or_else(|| within("--margin", Some(own.margin), MARGIN.0, MARGIN.1))
+                .or_else(|| within("--max_time", own.max_time, MIN_TIME_S, MAX_TIME_S))
+                .or_else(|| within("--watchdog", Some(own.watchdog), 0.0, MAX_TIME_S))
+                .or_else(|| within("--rendezvous_timeout", own.rendezvous_timeout, MIN_TIME_S, MAX_TIME_S))
+                .or_else(|| within("--spin_percent", own.spin_percent, 0.0, MAX_SPIN_PERCENT))
+                .or_else(|| within("--moe_row_bound", Some(own.moe_row_bound), 1.0, MAX_CAPACITY_FACTOR))
+        },
+    },
+    Rule {
+        id: "M14",
+        wrong: "DeepSeek-V4's attention with several key heads, or without its sizes",
+        remedy: "Set model.num_query_groups=1, or model.attention_variant=null; state the missing size in a recipe of your own \
+                 (--recipes_dir).",
+        broken: |e| {
+            let of = e.values.get("model.sparse_attention");
+            let groups = e.values.int("model.num_query_groups");
+            let lacks = |key: &str| when(!e.values.is_set(key), || key.to_owned());
+            let lacks_part = |part: &str| {
+                when(of.get(part).is_none_or(Value::is_null), || format!("model.sparse_attention.{part}"))
+            };
+            let shared = when(e.shared_kv() && groups != Some(1), || {
+                let has = groups.map_or("null, one a query head".to_owned(), |n| n.to_string());
+                format!(
+                    "model.num_query_groups is {has}, but model.attention_variant {SHARED_KV} has one key head for all"
+                )
+            });
+            let missing = || {
+                let missing = ["o_groups", "o_lora_rank", "csa_window_size"].into_iter().find_map(lacks_part);
+                missing.or_else(|| SHARED_KV_SIZES.into_iter().find_map(lacks)).filter(|_| e.shared_kv())
+            };
+            shared.or_else(|| missing().map(|key| format!("model.attention_variant {SHARED_KV} needs {key}")))
         },
     },
     Rule {

@@ -135,7 +135,7 @@ pub enum ShareError {
     Grid { num_gpus: usize, what: String, needed: usize, remedy: &'static str },
     #[error("the global batch of {global} is not a multiple of micro-batch {micro} x dp {dp} = {}; change -gb, -mb or -ng", .micro * .dp)]
     Batch { global: usize, micro: usize, dp: usize },
-    #[error("pipeline layout `{layout}`: {reason}")]
+    #[error("pipeline layout `{}`: {reason}", crate::keys::short(.layout))]
     Layout { layout: String, reason: String },
     #[error("{layers} layers do not fill the pipeline: {reason}")]
     Split { layers: usize, reason: String },

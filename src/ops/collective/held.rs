@@ -4,6 +4,7 @@
 use super::{Collective, StandIn};
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
+use crate::keys::short;
 use crate::ops::{ArgSpec, CpuArgs, Op};
 use crate::program::Program;
 use std::fmt;
@@ -18,6 +19,9 @@ const THREADS: u32 = 512;
 /// less; give `nvlink:GBPS` where it was measured.
 const NVLINK_GBPS: f64 = 450.0;
 
+/// Bandwidths that a link can have, in 10^9 bytes a second: from a slow network to far more than memory has.
+const GBPS: (f64, f64) = (1e-3, 1e5);
+
 /// How long stand-ins take.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CommModel {
@@ -31,14 +35,17 @@ impl FromStr for CommModel {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, rest) = text.split_once(':').map_or((text, None), |(n, r)| (n, Some(r)));
-        let gbps = rest.map(|r| r.parse::<f64>().ok().filter(|g| g.is_finite() && *g > 0.0));
+        let gbps = rest.map(|r| r.parse::<f64>().ok().filter(|g| (GBPS.0..=GBPS.1).contains(g)));
         match (name, gbps) {
             ("copy", None) => Ok(CommModel::Copy),
             ("nvlink", None) => Ok(CommModel::Wire { name: "nvlink", gbps: NVLINK_GBPS }),
             ("nvlink", Some(Some(gbps))) => Ok(CommModel::Wire { name: "nvlink", gbps }),
             ("ib", Some(Some(gbps))) => Ok(CommModel::Wire { name: "ib", gbps }),
             _ => Err(format!(
-                "{text:?} is none of copy, nvlink, nvlink:GBPS and ib:GBPS (10^9 bytes a second above 0, e.g. ib:50)"
+                "{:?} is none of copy, nvlink, nvlink:GBPS and ib:GBPS (10^9 bytes a second, {} to {}, e.g. ib:50)",
+                short(text),
+                GBPS.0,
+                GBPS.1
             )),
         }
     }
@@ -137,9 +144,11 @@ mod tests {
         assert_eq!(of("copy"), Ok(CommModel::Copy));
         assert_eq!(of("nvlink").unwrap().to_string(), "nvlink:450");
         assert_eq!(of("ib:50").unwrap().to_string(), "ib:50");
-        for bad in ["", "ib", "ib:0", "ib:x", "copy:3", "nvlink:-1", "rdma"] {
-            assert!(of(bad).unwrap_err().contains("ib:GBPS"), "{bad}");
+        for bad in ["", "ib", "ib:0", "ib:x", "copy:3", "nvlink:-1", "nvlink:1e300", "nvlink:1e-300", "rdma"]
+        {
+            assert!(of(bad).unwrap_err().contains("0.001 to 100000"), "{bad}");
         }
+        assert!(of(&"x".repeat(3000)).unwrap_err().len() < 300);
     }
 
     /// 64 MB among 4 ranks at 50 GB/s: 0.96 ms each way of a ring.

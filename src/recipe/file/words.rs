@@ -11,23 +11,51 @@ pub(in crate::recipe) const GPUS: [&str; 7] = ["h100", "b200", "b300", "gb200", 
 pub(in crate::recipe) const DTYPES: [&str; 6] = ["bf16", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4", "fp8_ds"];
 const TASKS: [&str; 3] = ["pretrain", "sft", "peft"];
 
+/// Characters of a name: some of them make a file's name, which has 255 bytes at most.
+const LONGEST_NAME: usize = 64;
+
 /// Words that choose a recipe must be such as can be asked for.
 pub(super) fn check(path: &Path, file: &ModelFile) -> Result<(), RecipeError> {
     let one_of = |at: String, word: &str, known: &[&str]| match known.contains(&word) {
         true => Ok(()),
         false => {
             let hint = suggest(&keys::nearest(word, known.iter().copied()));
-            Err(malformed(path, &at, &format!("`{word}` is none of {}{hint}", known.join(", "))))
+            let what = format!("`{}` is none of {}{hint}", keys::short(word), known.join(", "));
+            Err(malformed(path, &at, &what))
         }
     };
-    let lower = |at: String, word: &str| match word.is_empty() || word.to_lowercase() != word {
-        true => {
-            Err(malformed(path, &at, &format!("`{word}` must be a name in lower case: it is asked for so")))
+    // Names are asked for in lower case, name the files of results and are printed as they are.
+    let named = |at: String, word: &str| {
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "_.-".contains(c);
+        match (1..=LONGEST_NAME).contains(&word.len()) && word.chars().all(plain) && !word.starts_with('.') {
+            true => Ok(()),
+            false => {
+                let what = format!(
+                    "`{}` must be a name in lower case: up to {LONGEST_NAME} of a-z, 0-9, `_`, `.` and `-`, the first no `.`",
+                    keys::short(word)
+                );
+                Err(malformed(path, &at, &what))
+            }
         }
-        false => Ok(()),
     };
-    lower("family".into(), &file.family)?;
-    lower("model".into(), &file.model)?;
+    named("family".into(), &file.family)?;
+    named("model".into(), &file.model)?;
+    // Both are printed in tables.
+    for (at, word) in file
+        .about
+        .kind
+        .iter()
+        .map(|k| ("about.kind", k))
+        .chain(file.about.traits.iter().map(|t| ("about.traits", t)))
+    {
+        named(at.into(), word)?;
+    }
+    for text in file.about.hf_model_id.iter().chain(&file.about.uncertain) {
+        if text.chars().any(char::is_control) {
+            let what = format!("`{}` has characters that cannot be printed", keys::short(text));
+            return Err(malformed(path, "about", &what));
+        }
+    }
     for (i, when) in file.when.iter().enumerate() {
         let conditions = [
             ("gpu", &when.gpu, &GPUS[..]),
@@ -45,7 +73,7 @@ pub(super) fn check(path: &Path, file: &ModelFile) -> Result<(), RecipeError> {
         one_of(format!("recipes[{i}].dtype"), &entry.dtype, &DTYPES)?;
         one_of(format!("recipes[{i}].task"), &entry.task, &TASKS)?;
         if let Some(variant) = &entry.variant {
-            lower(format!("recipes[{i}].variant"), variant)?;
+            named(format!("recipes[{i}].variant"), variant)?;
         }
     }
     Ok(())
