@@ -255,7 +255,7 @@ fn pairs() -> Vec<Pair> {
         ),
         pair("R56", LLAMA, format!("{TE} attn -ms 4"), format!("{TE} attn -ms 5")),
         pair(
-            "M01",
+            "R56",
             LLAMA,
             format!("{TE} attn model.cuda_graph_warmup_steps=-1"),
             format!("{TE} attn model.cuda_graph_warmup_steps=0"),
