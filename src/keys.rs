@@ -113,6 +113,17 @@ pub fn short(text: &str) -> String {
     }
 }
 
+/// A message with every word in it that is far too long to be repeated cut short.
+pub fn short_words(text: &str) -> String {
+    // What `short` left is not cut again.
+    let long = |word: &str| word.len() > 2 * REPEATED;
+    let cut = |word: &str| {
+        let bare = word.trim_end();
+        if long(bare) { short(bare) + &word[bare.len()..] } else { word.to_owned() }
+    };
+    text.split_inclusive(char::is_whitespace).map(cut).collect()
+}
+
 /// The candidate whose spelling is nearest to `word`, if any is near enough to be a likely misspelling.
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     /// Jaro-Winkler similarity under which two names have little in common; strsim's scale is 0 to 1.

@@ -1,7 +1,7 @@
 //! `mbperf report` and `--xlsx`: which files go in, which come out, and what is tried before the work.
 
 use crate::args::{Args, ReportArgs};
-use crate::commands::{Usage, fail, say};
+use crate::commands::{self, Usage, fail, say};
 use crate::report::page::{self, data::Input};
 use crate::report::xlsx::{self, Book};
 use crate::report::{file, page::PAGE_START};
@@ -16,6 +16,9 @@ use std::sync::{Arc, Mutex};
 /// A file that cannot be read or an output of another kind (exit 2); an output that cannot be written (exit 1).
 pub fn run(args: &ReportArgs, out: &mut dyn Write) -> anyhow::Result<()> {
     let to_stdout = args.output.as_deref() == Some(Path::new("-"));
+    if to_stdout {
+        commands::stdout_is_open()?;
+    }
     let page_file = args.output.as_deref().filter(|_| !to_stdout);
     if let Some(path) = page_file {
         check(path, "-o/--output", PAGE_START.as_bytes(), "page of `mbperf report`")?;
