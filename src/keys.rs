@@ -170,6 +170,10 @@ mod tests {
         assert_eq!(suggested("zzz"), None);
         assert_eq!(suggested(&"model.hiden_size".repeat(10_000)), None);
         assert!(find(&"x".repeat(100_000)).unwrap_err().to_string().len() < 200);
+        let word = "x".repeat(3000);
+        assert_eq!(short_words("a  word\nmore"), "a  word\nmore");
+        assert!(short_words(&format!("`{word}` is\nnone; {}", short(&word))).len() < 400);
+        assert_eq!(short_words(&short(&word)), short(&word));
         assert_eq!(nearest("H100", ["b200", "h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(nearest("x100", ["h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(find("model.delay_wgrad_compute").map(|k| k.name), Ok("comm_overlap.delay_wgrad_compute"));

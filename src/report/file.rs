@@ -226,6 +226,10 @@ mod tests {
             assert_eq!(check(&at(name), b"<!DOCTYPE", "page").is_ok(), fine, "{name}");
         }
         assert!(check(folder.path(), b"PK", "workbook").is_err());
+        for (name, fine) in [("", true), ("new/er", true), ("rows.csv", false), ("rows.csv/er", false)] {
+            assert_eq!(check_folder(&at(name)).is_ok(), fine, "{name}");
+        }
+        assert!(check_new(&at(&"x".repeat(300))).is_err());
         assert!(!at("new").exists());
         replace(&at("old.html"), b"<!DOCTYPE new").unwrap();
         assert_eq!(fs::read(at("old.html")).unwrap(), b"<!DOCTYPE new");
