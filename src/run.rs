@@ -306,6 +306,9 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     check_spin(args, args.mbperf.device != DeviceChoice::Cpu)?;
     HostModel::load(&args.mbperf.host_model)?;
     let target = target(resolved, args);
+    if args.mbperf.resume && target.file().is_none() {
+        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
+    }
     files::paths(args, &target).check().map_err(|e| usage(&e))?;
     Writer::judge(&target, args.mbperf.csv_dialect, args.mbperf.profile)?;
     let Some(dir) = &args.mbperf.dump else { return Ok(()) };
@@ -344,9 +347,7 @@ fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> anyhow::Result<()
 
 /// `--resume`: how many of the repetitions the output file holds already.
 fn held(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<u32> {
-    let Some(path) = writer.path() else {
-        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
-    };
+    let Some(path) = writer.path() else { return Ok(0) };
     let rows = Row::without_outcome(facts, options, "skipped", "");
     let ids = sweep::already_run(path, &rows)?;
     let Some(run_id) = ids.last() else { return Ok(0) };

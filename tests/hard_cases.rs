@@ -162,6 +162,7 @@ fn a_dry_run_refuses_what_the_run_does() {
         "--margin 0",
         "--inject nowhere:hang",
         "--max_time 0",
+        "--resume",
         "-o .",
         "-o no/x.csv",
         &long,

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Catalogue, Recipe, RecipeError};
-use crate::keys::nearest;
+use crate::keys::{nearest, short};
 
 /// What was asked for on the command line.
 #[derive(Debug, Clone, PartialEq)]
@@ -99,7 +99,7 @@ impl Catalogue {
         let shown = |word: &str| match word {
             "" if asked.is_empty() => "(none)".to_owned(),
             "" => format!("one without {flag}"),
-            _ => word.to_owned(),
+            _ => short(word),
         };
         let available: BTreeSet<&str> = left.iter().map(|r| of(r)).collect();
         let mut context = String::new();
