@@ -8,10 +8,11 @@ use crate::device::cuda::executor::CudaOptions;
 use crate::device::cuda::libraries::{Availability, probe, set_path};
 use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, ShowError, print_list, print_show};
-use crate::report::OutputError;
+use crate::report::{OutputError, file};
 use crate::workloads::{WorkloadError, share::ShareError};
 use crate::{compare, compile, doctor, measure, report_files, rules, run, selftest};
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Wrong use found after parsing: exit 2.
@@ -35,6 +36,27 @@ fn visible(text: &str) -> std::borrow::Cow<'_, str> {
     }
     let shown = |c: char| if hidden(c) { c.escape_unicode().to_string() } else { c.to_string() };
     text.chars().map(shown).collect::<String>().into()
+}
+
+/// Looks at the folders that a user names for what runs on a GPU, and sets that of the libraries: before these are looked
+/// for.
+///
+/// # Errors
+/// What is no folder (exit 2).
+pub fn folders(cuda_path: Option<&Path>, kernel_cache: Option<&Path>) -> Result<(), Usage> {
+    if let Some(path) = cuda_path {
+        if !path.is_dir() {
+            return Err(Usage(format!(
+                "--cuda_path {}: there is no such folder; give the one that the CUDA libraries lie in",
+                path.display()
+            )));
+        }
+        set_path(path);
+    }
+    let Some(path) = kernel_cache else { return Ok(()) };
+    file::check_folder(path).map_err(|e| {
+        Usage(format!("--kernel_cache {}: {e}; give a folder, or where one can be made", path.display()))
+    })
 }
 
 /// Says what stops the program, in one line.
@@ -95,6 +117,7 @@ pub fn show(e: &ArgsError) -> ExitCode {
                 _ => {}
             }
         }
+        ArgsError::Help(text) => say(text.trim_end()),
         ArgsError::Usage(text) => complain(text.trim_start_matches("error: ")),
     }
     ExitCode::from(e.exit_code())
@@ -136,9 +159,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
             compile::known(name.as_deref()).and_then(|()| run::time_ops(args, name.as_deref(), &mut out))
         }
         Command::Doctor(a) => {
-            if let Some(path) = &a.cuda_path {
-                set_path(path);
-            }
+            folders(a.cuda_path.as_deref(), None)?;
             doctor::report(&mut out).map(|_| ()).map_err(Into::into)
         }
         Command::Selftest(a) => return self_test(a, &mut out),
@@ -157,9 +178,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
 }
 
 fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
-    if let Some(path) = &args.cuda_path {
-        set_path(path);
-    }
+    folders(args.cuda_path.as_deref(), args.kernel_cache.as_deref())?;
     if let Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) = probe()
         && !args.list
     {
@@ -178,6 +197,7 @@ fn self_test(args: &SelftestArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
 
 fn compile_kernels(args: &CompileKernelsArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
     let (path, cache) = (args.cuda_path.as_deref(), args.kernel_cache.as_deref());
+    folders(path, cache)?;
     Ok(if compile::run(&args.arch, path, cache, out)? { 0 } else { 1 })
 }
 

@@ -3,16 +3,17 @@
 use crate::args::CompareArgs;
 use crate::args::compare::{ReportFormat, Undecided};
 use crate::commands::{Usage, complain};
+use crate::keys::short;
 use crate::report::compare::{Options, Source, compare, keys, print};
 use crate::report::{Paths, file};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// Compares and reports; the report is whole before the exit code is given.
 ///
 /// # Errors
-/// An unknown field of `--allow-unlike`, an output that is an input or of another kind (exit 2); a report that cannot be
-/// written (exit 1), after the others are.
+/// An unknown field of `--allow-unlike`, an output that is an input, of another kind or in no folder (exit 2); a report that
+/// cannot be written all the same (exit 1), after the others are.
 pub fn run(args: &CompareArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
     let options = options(args)?;
     check_outputs(args)?;
@@ -43,7 +44,8 @@ fn options(args: &CompareArgs) -> anyhow::Result<Options> {
         let hint = crate::args::nearest(field, known.iter().copied())
             .map_or(String::new(), |n| format!(" Did you mean `{n}`?"));
         return Err(Usage(format!(
-            "--allow-unlike: `{field}` is no field that is compared.{hint} Fields: {}",
+            "--allow-unlike: `{}` is no field that is compared.{hint} Fields: {}",
+            short(field),
             known.join(", ")
         ))
         .into());
@@ -70,35 +72,21 @@ fn check_outputs(args: &CompareArgs) -> anyhow::Result<()> {
         paths.reads("--new", path);
     }
     let outputs = [
-        ("--json", &args.json, print::JSON_START, "JSON report"),
-        ("--markdown", &args.markdown, print::MARKDOWN_START, "Markdown report"),
+        ("--json", &args.json, print::JSON_START, "JSON report of `mbperf compare`"),
+        ("--markdown", &args.markdown, print::MARKDOWN_START, "Markdown report of `mbperf compare`"),
     ];
-    for (option, path, _, _) in outputs {
-        // What is in it is looked at below: a place that cannot be written is no wrong use.
-        if let Some(path) = path {
-            paths.appends(option, path);
-        }
-    }
-    paths.check().map_err(Usage)?;
     for (option, path, start, kind) in outputs {
-        let Some(path) = path.as_ref().filter(|path| path.is_file()) else { continue };
-        let mut found = Vec::new();
-        let read = std::fs::File::open(path).and_then(|f| f.take(start.len() as u64).read_to_end(&mut found));
-        if read.is_ok() && !found.is_empty() && found != start.as_bytes() {
-            let path = path.display();
-            return Err(Usage(format!(
-                "{option}: {path} is there and is no {kind} of `mbperf compare`: it is left as it is; choose another file"
-            ))
-            .into());
+        if let Some(path) = path {
+            paths.replaces(option, path, start.as_bytes(), kind);
         }
     }
-    Ok(())
+    Ok(paths.check().map_err(Usage)?)
 }
 
 fn sources(paths: &[PathBuf]) -> Vec<Source> {
     let source = |path: &PathBuf| Source {
         name: path.display().to_string(),
-        bytes: std::fs::read(path).map_err(|e| e.to_string()),
+        bytes: file::read(path).map_err(|e| e.to_string()),
     };
     paths.iter().map(source).collect()
 }

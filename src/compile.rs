@@ -28,6 +28,7 @@ pub fn known(only: Option<&str>) -> anyhow::Result<()> {
     let hint = crate::args::nearest(only, names.iter().copied())
         .map_or(String::new(), |n| format!(" Did you mean `{n}`?"));
     let names = names.into_iter().collect::<Vec<_>>().join(", ");
+    let only = crate::keys::short(only);
     Err(Usage(format!("ops: no op's name holds `{only}`.{hint} Ops: {names}")).into())
 }
 

@@ -121,6 +121,17 @@ pub fn printable(text: &str) -> String {
     text.chars().map(escape).collect()
 }
 
+/// A message with every word in it that is far too long to be repeated cut short.
+pub fn short_words(text: &str) -> String {
+    // What `short` left is not cut again.
+    let long = |word: &str| word.len() > 2 * REPEATED;
+    let cut = |word: &str| {
+        let bare = word.trim_end();
+        if long(bare) { short(bare) + &word[bare.len()..] } else { word.to_owned() }
+    };
+    text.split_inclusive(char::is_whitespace).map(cut).collect()
+}
+
 /// The candidate whose spelling is nearest to `word`, if any is near enough to be a likely misspelling.
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<String> {
     /// Jaro-Winkler similarity under which two names have little in common; strsim's scale is 0 to 1.
@@ -168,6 +179,10 @@ mod tests {
         assert_eq!(suggested(&"model.hiden_size".repeat(10_000)), None);
         assert!(find(&"x".repeat(100_000)).unwrap_err().to_string().len() < 200);
         assert_eq!(short("a\u{1b}[31m"), "a\\u{1b}[31m");
+        let word = "x".repeat(3000);
+        assert_eq!(short_words("a  word\nmore"), "a  word\nmore");
+        assert!(short_words(&format!("`{word}` is\nnone; {}", short(&word))).len() < 400);
+        assert_eq!(short_words(&short(&word)), short(&word));
         assert_eq!(nearest("H100", ["b200", "h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(nearest("x100", ["h100", "r100"]).as_deref(), Some("h100"));
         assert_eq!(find("model.delay_wgrad_compute").map(|k| k.name), Ok("comm_overlap.delay_wgrad_compute"));

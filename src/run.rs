@@ -1,6 +1,6 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, Format};
+use crate::args::{Args, DeviceChoice, Format};
 use crate::capture::{self, RunPlan};
 use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::{GraphImpl, RunConfig};
@@ -42,13 +42,15 @@ use asked::{dry_run, list_variants};
 use beside::{extrapolation, side_points, watchdog};
 use facts::{add_device, facts, run_line};
 use interrupt::Interrupt;
-use open::{choose_device, faults, open_device};
+use open::{check_spin, choose_device, faults, open_device};
 
 /// Runs a command line; returns the exit code.
 ///
 /// # Errors
 /// Everything that stops before there is a row; [`crate::commands::exit_code`] gives its code.
 pub fn run(args: &Args) -> anyhow::Result<u8> {
+    let own = &args.mbperf;
+    commands::folders(own.cuda_path.as_deref(), own.kernel_cache.as_deref())?;
     // From the start: as a container's first process it would not be ended by a signal that it does not handle.
     let start = ranks::start(args)?;
     if start.as_ref().is_some_and(|s| s.rank > 0) {
@@ -126,6 +128,7 @@ fn one(
     let faults = faults(args)?.filter(|_| start.is_none_or(|s| ranks::struck(s.rank)));
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
+    check_spin(args, on_gpu)?;
     if !on_gpu && !args.mbperf.full_size {
         let change = shrink::shrink(&mut resolved.config, given(args));
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
@@ -303,7 +306,18 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     options(resolved, args, false).check().map_err(|e| usage(&e))?;
     beside::limit(args)?;
     faults(args)?;
-    files::paths(args, &target(resolved, args)).check().map_err(|e| usage(&e))
+    check_spin(args, args.mbperf.device != DeviceChoice::Cpu)?;
+    HostModel::load(&args.mbperf.host_model)?;
+    let target = target(resolved, args);
+    if args.mbperf.resume && target.file().is_none() {
+        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
+    }
+    files::paths(args, &target).check().map_err(|e| usage(&e))?;
+    Writer::judge(&target, args.mbperf.csv_dialect, args.mbperf.profile)?;
+    let Some(dir) = &args.mbperf.dump else { return Ok(()) };
+    file::check_folder(dir).map_err(|e| {
+        usage(&format!("--dump: cannot write to {}: {e}; choose another folder for --dump", dir.display()))
+    })
 }
 
 fn target(resolved: &Resolved, args: &Args) -> Target {
@@ -336,9 +350,7 @@ fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> anyhow::Result<()
 
 /// `--resume`: how many of the repetitions the output file holds already.
 fn held(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<u32> {
-    let Some(path) = writer.path() else {
-        return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
-    };
+    let Some(path) = writer.path() else { return Ok(0) };
     let rows = Row::without_outcome(facts, options, "skipped", "");
     let ids = sweep::already_run(path, &rows)?;
     let Some(run_id) = ids.last() else { return Ok(0) };
@@ -420,6 +432,7 @@ fn say_notices(resolved: &Resolved, args: &Args) {
 /// # Errors
 /// As [`run`]; a GPU is needed.
 pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
+    commands::folders(args.mbperf.cuda_path.as_deref(), args.mbperf.kernel_cache.as_deref())?;
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
     resolved.require_built()?;

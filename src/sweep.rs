@@ -4,7 +4,7 @@ use crate::commands::{Usage, fail};
 use crate::device::DeviceError;
 use crate::report::compare::keys::{Key, WORKLOAD};
 use crate::report::compare::{Source, read, workload};
-use crate::report::{COLUMNS, Row};
+use crate::report::{COLUMNS, Row, file};
 use std::path::Path;
 
 /// SIGINT and SIGTERM (DESIGN 6).
@@ -45,7 +45,7 @@ pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyh
 /// A file that cannot be read (exit 2).
 pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Vec<String>> {
     let source =
-        Source { name: path.display().to_string(), bytes: std::fs::read(path).map_err(|e| e.to_string()) };
+        Source { name: path.display().to_string(), bytes: file::read(path).map_err(|e| e.to_string()) };
     if source.bytes.as_ref().is_ok_and(Vec::is_empty) {
         return Ok(Vec::new());
     }

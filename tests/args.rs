@@ -105,6 +105,8 @@ fn wrong_lines_say_what_is_right() {
         ("--cuda_graph_scope attn,moe_ruter", "moe_router"),
         ("--cuda_graph_scope ''", "empty"),
         ("-mr ''", "empty"),
+        ("-cv ''", "--config_variant"),
+        ("--host_model ''", "--host_model"),
         ("-tp", "--tensor_model_parallel_size"),
         ("-c fp8", "fp8_cs"),
         ("--lr nan", "finite"),
@@ -161,5 +163,9 @@ fn subcommands() {
     assert!(matches!(read("recipes list qwen"), Ok(Command::Recipes(_))));
     assert!(matches!(read("recipes --help"), Err(ArgsError::Show(_))));
     assert!(matches!(read("recipes lst"), Err(ArgsError::Usage(t)) if t.contains("list")));
+    assert!(matches!(read("recipes"), Err(ArgsError::Help(t)) if t.contains("\n  list  ")));
+    assert!(matches!(read("ops --help"), Err(ArgsError::Show(t)) if t.contains("[NAME] [OPTIONS OF A RUN]")));
+    assert!(matches!(read("ops gemm"), Ok(Command::Ops(Some(name), None)) if name == "gemm"));
+    assert!(matches!(read("selftest --device cpu"), Err(ArgsError::Usage(_))));
     assert_eq!(SCOPES.len(), 7);
 }

@@ -180,7 +180,7 @@ fn b28_exit_codes_and_reports_in_every_form() {
     assert!(row["change_ci99_high"].as_f64().unwrap() < -0.15);
     assert!(compare(&base, &slow, &["--format", "markdown"]).stdout.starts_with("### mbperf compare"));
     // A report that cannot be written is no pass.
-    assert_eq!(code(&base, &base.clone(), &["--markdown", "/nonexistent/x.md"]), 1);
+    assert_eq!(code(&base, &base.clone(), &["--markdown", "/dev/full"]), 1);
 }
 
 #[test]
@@ -306,6 +306,18 @@ fn cells_that_are_no_figures_are_named_by_row_and_column() {
                 }
             }
         }
+    }
+    for (gate, column) in
+        [("both", "step_time_ms_median"), ("both", "speedup"), ("memory", "peak_memory_mib")]
+    {
+        let seen = compare(&base, &base.clone().with_row(3, column, "1e300"), &["--gate", gate]);
+        assert_eq!(seen.code, 12, "{column}: {}", seen.stdout);
+        assert!(
+            seen.stdout.contains("row 4") && seen.stdout.contains(&format!("column {column}")),
+            "{}",
+            seen.stdout
+        );
+        assert!(!seen.stdout.contains("00000000"), "{}", seen.stdout);
     }
     let outside = Results::three("new", 1.0, 1.0).with_row(1, "speedup", "9");
     assert!(compare(&base, &outside, &[]).stdout.contains("outside its interval"));
@@ -451,16 +463,20 @@ fn outputs_replace_no_input_and_nothing_but_reports() {
         assert_eq!(run(&["--json", "report.json", "--markdown", "report.md"]).0, 0);
     }
     assert_eq!(run(&["--json", "/dev/null", "--markdown", "/dev/null"]).0, 0);
-    // What cannot be written is named, and the other report is there.
-    for (option, place) in
-        [("--json", "/dev/full"), ("--json", "folder"), ("--json", "no/x"), ("--json", "base.csv/x")]
-    {
-        let (code, err) = run(&[option, place, "--markdown", "other.md"]);
-        assert_eq!(code, 1, "{place}: {err}");
-        assert!(err.contains(&format!("cannot write the report to {place}")), "{err}");
-        assert!(std::fs::read_to_string(at("other.md")).unwrap().contains("fine"), "{place}");
-        std::fs::remove_file(at("other.md")).unwrap();
+    // A place for no file is told before anything is compared.
+    for place in ["folder", "no/x", "base.csv/x"] {
+        for option in ["--json", "--markdown"] {
+            let (code, err) = run(&[option, place]);
+            assert_eq!(code, 2, "{place}: {err}");
+            assert!(err.contains(&format!("{option}: cannot write {place}")), "{err}");
+        }
     }
+    // What cannot be written all the same is named, and the other report is there.
+    let (code, err) = run(&["--json", "/dev/full", "--markdown", "other.md"]);
+    assert_eq!(code, 1, "{err}");
+    assert!(err.contains("cannot write the report to /dev/full"), "{err}");
+    assert!(std::fs::read_to_string(at("other.md")).unwrap().contains("fine"));
+    std::fs::remove_file(at("other.md")).unwrap();
     let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names.len(), 9, "nothing half is left: {names:?}");
 }
@@ -553,7 +569,8 @@ fn broken_files_are_named() {
         assert_eq!(seen.code, 12, "{what}: {}", seen.stdout);
         assert!(seen.stdout.contains("broken.csv"), "{what}: {}", seen.stdout);
     }
-    assert_eq!(files(&[base], &[folder.path().into()], &[]).code, 12);
+    // What is no plain file is wrong use, as for every command.
+    assert_eq!(files(&[base], &[folder.path().into()], &[]).code, 2);
 }
 
 #[test]

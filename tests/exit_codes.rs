@@ -62,6 +62,63 @@ fn other_commands() {
 }
 
 #[test]
+fn a_long_word_is_not_repeated() {
+    let dir = tempdir().unwrap();
+    fs::write(dir.path().join("a.csv"), "").unwrap();
+    let long = "x".repeat(3000);
+    for line in [
+        "recipes show",
+        "recipes",
+        "man",
+        "compare a.csv --new a.csv --gate",
+        "compare a.csv --new a.csv --allow-unlike",
+    ]
+    .into_iter()
+    .map(str::to_owned)
+    .chain(
+        [
+            "--lr",
+            "--seed",
+            "--inject",
+            "--comm_model",
+            "--cuda_graph_scope",
+            "--cuda_graph_impl",
+            "-g",
+            "-m",
+            "-mr",
+        ]
+        .map(|option| format!("{RUN} {option}")),
+    ) {
+        let said = fails(dir.path(), &format!("{line} {long}"), 2);
+        assert!(said.len() < 1000, "{line}: {}", said.len());
+    }
+    for line in [format!("{RUN} --{long}"), format!("ops {long}")] {
+        // Every op's name is told.
+        assert!(fails(dir.path(), &line, 2).len() < 2000);
+    }
+}
+
+#[test]
+fn folders_that_are_none_are_refused() {
+    let dir = tempdir().unwrap();
+    let run_of = "-m llama -mr llama3_8b -g h100";
+    for command in [
+        "selftest",
+        "doctor",
+        "compile_kernels --arch sm_90a",
+        &format!("ops {run_of}"),
+        &format!("{RUN} -d"),
+    ] {
+        let said = fails(dir.path(), &format!("{command} --cuda_path none"), 2);
+        assert!(said.contains("--cuda_path none"), "{said}");
+        if command != "doctor" {
+            let said = fails(dir.path(), &format!("{command} --kernel_cache /dev/null"), 2);
+            assert!(said.contains("--kernel_cache /dev/null"), "{said}");
+        }
+    }
+}
+
+#[test]
 fn ops_that_are_not_there_are_told() {
     let dir = tempdir().unwrap();
     let run_of = "-m llama -mr llama3_8b -g h100";

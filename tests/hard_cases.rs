@@ -152,12 +152,42 @@ fn faults_that_nothing_saw_are_told() {
 #[test]
 fn a_dry_run_refuses_what_the_run_does() {
     let dir = tempdir().unwrap();
-    for more in ["--watchdog -1", "--margin 0", "--inject nowhere:hang", "--max_time 0"] {
+    let long = format!("-o {}.csv", "x".repeat(300));
+    fs::write(dir.path().join("file"), "").unwrap();
+    fs::write(dir.path().join("foreign.csv"), "a,b\n").unwrap();
+    std::os::unix::fs::symlink("loop", dir.path().join("loop")).unwrap();
+    let before = contents(dir.path());
+    for more in [
+        "--watchdog -1",
+        "--margin 0",
+        "--inject nowhere:hang",
+        "--max_time 0",
+        "--resume",
+        "-o .",
+        "-o no/x.csv",
+        &long,
+        "-o foreign.csv",
+        "-o loop",
+        "--xlsx loop",
+        "--save_config_filepath loop",
+        "--dump file",
+        "--dump file/d",
+        "--host_model none",
+        "--spin_percent 1",
+        "--kernel_cache file",
+        "--cuda_path none",
+    ] {
         let (dry, wet) = (
             fails(dir.path(), &short(&format!("-o - {more} --dryrun")), 2),
             fails(dir.path(), &short(&format!("-o - {more}")), 2),
         );
         assert_eq!(dry, wet);
+        assert_eq!(contents(dir.path()), before, "{more}");
+    }
+    // A run would make these folders; a dry run does not.
+    for more in ["--profile", "-o - --dump a/b"] {
+        assert_eq!(run(dir.path(), &short(&format!("{more} --dryrun"))).status.code(), Some(0), "{more}");
+        assert_eq!(contents(dir.path()), before, "{more}");
     }
     let said = fails(dir.path(), &short("-d optimizer.lr=1e308 optimizer.min_lr=-1e308"), 2);
     assert!(said.len() < 400, "{said}");

@@ -92,6 +92,52 @@ fn a_full_disk_is_told() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn pipes_are_neither_waited_for_nor_written() {
+    let dir = tempdir().unwrap();
+    let made = std::process::Command::new("mkfifo").arg(dir.path().join("pipe")).status();
+    assert!(made.unwrap().success());
+    fs::write(dir.path().join("rows.csv"), "").unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(dir.path().join("socket")).unwrap();
+    for place in ["pipe", "socket"] {
+        for line in [
+            short(&format!("-q -o {place}")),
+            short(&format!("-q -o {place} --resume")),
+            short(&format!("-q -o new.csv --xlsx {place}")),
+            short(&format!("-q -o new.csv --save_config_filepath {place}")),
+            format!("compare {place} --new rows.csv"),
+            format!("compare rows.csv --new rows.csv --json {place}"),
+            format!("report {place} -o page.html"),
+            format!("report rows.csv -o {place}"),
+        ] {
+            let said = fails(dir.path(), &line, 2);
+            assert!(said.contains(place), "{line}: {said}");
+        }
+    }
+    assert_eq!(names(dir.path()), ["pipe", "rows.csv", "socket"]);
+    // A pipe without a name is read: it holds no results here.
+    let mut child = command(dir.path(), "compare /dev/stdin --new rows.csv")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    drop(child.stdin.take());
+    assert_eq!(child.wait().unwrap().code(), Some(12));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn rows_that_nobody_can_read_are_a_failure() {
+    let dir = tempdir().unwrap();
+    // A standard output that is closed at the start is /dev/null to a Rust program: that cannot be told here.
+    let mut child =
+        command(dir.path(), &short("-q -o -")).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+}
+
+#[test]
 fn closed_pipes_are_no_panic() {
     let dir = tempdir().unwrap();
     for line in

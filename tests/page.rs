@@ -366,17 +366,18 @@ fn a_profile_beside_the_rows_is_drawn() {
 /// Numbers that are numbers, and far from anything measured, in every column.
 #[test]
 fn no_number_is_too_odd_to_be_drawn() {
-    use mbperf::report::columns::{COLUMNS, Kind};
+    use mbperf::report::columns::{COLUMNS, Kind, possible};
     let dir = tempdir().unwrap();
     let plain = |x: f64| format!("{x}");
     for x in [5e-324, f64::MIN_POSITIVE, 1e-30, 1e30, f64::MAX, f64::MIN, -1.0, 0.0] {
         let mut results = swept();
-        for column in COLUMNS.iter().filter(|c| c.kind == Kind::Float) {
+        for column in COLUMNS.iter().filter(|c| c.kind == Kind::Float && possible(c.name, x).is_ok()) {
             results = results.with(column.name, &plain(x));
         }
         results.save(dir.path(), "x.csv");
         let run_id = &results.rows[0][results.at("run_id")];
-        let steps = steps_file(run_id, 12).replace(",4,5,,", &format!(",4,{},,", plain(x)));
+        let wall = if possible("wall_ms", x).is_ok() { x } else { 5.0 };
+        let steps = steps_file(run_id, 12).replace(",4,5,,", &format!(",4,{},,", plain(wall)));
         fs::write(dir.path().join("x.steps.csv"), steps).unwrap();
         let names: Vec<&str> = mbperf::report::blocks::COLUMNS.iter().map(|(name, _)| *name).collect();
         let mut blocks = names.join(",") + "\r\n";
@@ -384,6 +385,7 @@ fn no_number_is_too_odd_to_be_drawn() {
             let cell = |(name, kind): &(&str, Kind)| match (*name, kind) {
                 ("run_id", _) => run_id.clone(),
                 ("side", _) => ["a", "b"][at % 2].to_owned(),
+                (name, Kind::Float) if possible(name, x).is_err() => "1".to_owned(),
                 (_, Kind::Float) => plain(x),
                 (_, Kind::Int) => at.to_string(),
                 _ => String::new(),
@@ -396,6 +398,19 @@ fn no_number_is_too_odd_to_be_drawn() {
         page.needs_nothing();
         assert!(!page.html.contains("NaN"), "{x}");
     }
+    // What nobody can have measured is refused by name.
+    for (column, cell) in
+        [("step_time_ms_median", "1e300"), ("launch_bound_fraction", "1e300"), ("device_busy_ms", "-5")]
+    {
+        swept().with_row(1, column, cell).save(dir.path(), "bad.csv");
+        let said = fails(dir.path(), "report bad.csv -o bad.html", 2);
+        assert!(said.contains("row 2") && said.contains(&format!("column {column}")), "{said}");
+    }
+    swept().save(dir.path(), "bad.csv");
+    fs::write(dir.path().join("bad.steps.csv"), steps_file("base-1", 3).replace(",4,5,,", ",4,-5,,"))
+        .unwrap();
+    let said = fails(dir.path(), "report bad.csv -o bad.html", 2);
+    assert!(said.contains("bad.steps.csv, row 1, column wall_ms"), "{said}");
     // One column alone, beside others that are as usual.
     for column in
         ["sm_clock_mhz_median", "step_time_ms_median", "speedup", "graph_memory_mib", "device_busy_ms"]

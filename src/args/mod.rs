@@ -18,7 +18,10 @@ pub use refused::REFUSED;
 pub use report::{CompletionsArgs, ManArgs, ReportArgs};
 pub use values::*;
 
-use clap::{CommandFactory, Parser, error::ErrorKind};
+use crate::keys::{short, short_words};
+use clap::builder::NonEmptyStringValueParser;
+use clap::error::{ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -28,6 +31,9 @@ pub enum ArgsError {
     /// `--help` or `--version`: goes to standard output, exit code 0.
     #[error("{0}")]
     Show(String),
+    /// A command without its subcommand: its help goes to standard error as it is, exit code 2.
+    #[error("{0}")]
+    Help(String),
     /// Wrong use: goes to standard error, exit code 2.
     #[error("{0}")]
     Usage(String),
@@ -37,7 +43,7 @@ impl ArgsError {
     pub fn exit_code(&self) -> u8 {
         match self {
             ArgsError::Show(_) => 0,
-            ArgsError::Usage(_) => 2,
+            ArgsError::Help(_) | ArgsError::Usage(_) => 2,
         }
     }
 }
@@ -79,7 +85,14 @@ enum Sub {
     /// Check every op of a device against its reference, and capture and replay
     Selftest(SelftestArgs),
     /// List the ops; with the options of a run: time each op of its step alone
-    Ops,
+    #[command(
+        override_usage = "mbperf ops [NAME] [OPTIONS OF A RUN]",
+        after_help = "Every option of a run is taken, as `mbperf --help` lists them: mbperf ops gemm -m llama -mr llama3_8b -g h100"
+    )]
+    Ops {
+        /// Only ops whose name holds this
+        name: Option<String>,
+    },
     /// Compare result files with those of a baseline, for CI
     Compare(CompareArgs),
     /// Write a page with pictures, or a workbook, from result files
@@ -126,6 +139,7 @@ pub enum RecipesCommand {
     #[command(rename_all = "snake_case")]
     Show {
         /// A model (`llama3_8b`), or a recipe's full name, as `show MODEL` and `list --format json` print it
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         name: String,
         /// Folder of your own recipes
         #[arg(long, value_name = "DIR")]
@@ -144,9 +158,6 @@ pub struct DoctorArgs {
 #[derive(Debug, Clone, clap::Args)]
 #[command(rename_all = "snake_case")]
 pub struct SelftestArgs {
-    /// Where to run
-    #[arg(long, value_name = "NAME", default_value = "auto")]
-    pub device: DeviceChoice,
     /// Only checks whose name holds this
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
@@ -210,7 +221,7 @@ where
             Sub::Rules => Command::Rules,
             Sub::Doctor(a) => Command::Doctor(a),
             Sub::Selftest(a) => Command::Selftest(a),
-            Sub::Ops => Command::Ops(None, None),
+            Sub::Ops { name } => Command::Ops(name, None),
             Sub::Compare(a) => Command::Compare(Box::new(a)),
             Sub::Report(a) => Command::Report(a),
             Sub::Completions(a) => Command::Completions(a),
@@ -256,7 +267,18 @@ fn from_clap(e: clap::Error) -> ArgsError {
     if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         return ArgsError::Show(e.to_string());
     }
-    let text = e.to_string();
+    if e.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return ArgsError::Help(e.to_string());
+    }
+    let mut text = e.to_string();
+    for (_, value) in e.context() {
+        match value {
+            // Values may hold blanks.
+            ContextValue::String(value) if !value.is_empty() => text = text.replace(value, &short(value)),
+            _ => {}
+        }
+    }
+    let text = short_words(&text);
     let keep = |p: &&str| !p.starts_with("Usage:") && !p.starts_with("For more information");
     let paragraphs: Vec<&str> = text.trim().split("\n\n").filter(keep).collect();
     ArgsError::Usage(format!("{}\n\n`mbperf --help` lists every option.", paragraphs.join("\n\n")))
@@ -349,19 +371,19 @@ fn unknown(command: &clap::Command, name: &str) -> ArgsError {
         Some(n) => format!(" Did you mean `{n}`?"),
         None => " `mbperf --help` lists every option.".to_owned(),
     };
-    ArgsError::Usage(format!("error: there is no option `{name}`.{hint}"))
+    ArgsError::Usage(format!("error: there is no option `{}`.{hint}", short(name)))
 }
 
 /// A token that is no option must be `key=value`.
 fn check_override(text: &str) -> Result<(), ArgsError> {
     let usage = |message: String| Err(ArgsError::Usage(format!("error: {message}")));
-    let shown = crate::keys::short(text);
+    let shown = short(text);
     let legal =
         |key: &str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
     match text.split_once('=') {
         Some((key, _)) if legal(key) => Ok(()),
         Some((key, _)) => {
-            let key = crate::keys::short(key);
+            let key = short(key);
             usage(format!("`{shown}`: `{key}` is no configuration key; write it as model.num_layers=16"))
         }
         None if SCOPES.iter().any(|(n, _)| *n == text) => usage(format!(

@@ -8,6 +8,7 @@ use crate::config::{ExpertGemm, GraphImpl, Routing};
 use crate::ops::collective::held::CommModel;
 use crate::report::Dialect;
 use clap::ValueEnum;
+use clap::builder::NonEmptyStringValueParser;
 use std::path::PathBuf;
 
 /// The defaults that are mbperf's own, in one place.
@@ -251,7 +252,7 @@ pub struct Logging {
 #[command(next_help_heading = "Config variant arguments", rename_all = "snake_case")]
 pub struct Variant {
     /// Variant of the recipe
-    #[arg(long, visible_alias = "cv", value_name = "NAME")]
+    #[arg(long, visible_alias = "cv", value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     pub config_variant: Option<String>,
     /// Print the recipe's variants and stop
     #[arg(long)]
@@ -414,7 +415,7 @@ pub struct Mbperf {
     #[arg(long, value_name = "ARM")]
     pub aa: Option<Arm>,
     /// Host time of a framework, for blocks of their own after the bare ones: bare (none), pytorch, or a file
-    #[arg(long, value_name = "NAME|FILE", default_value = "bare")]
+    #[arg(long, value_name = "NAME|FILE", default_value = "bare", value_parser = NonEmptyStringValueParser::new())]
     pub host_model: String,
     /// Time 1, 2 and 3 micro-batches and extrapolate to the recipe's own number
     #[arg(long)]

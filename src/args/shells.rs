@@ -3,6 +3,7 @@
 
 use super::{Args, SubCli};
 use crate::commands::Usage;
+use crate::keys::short;
 use clap::{Command, CommandFactory};
 use clap_complete::Shell;
 use std::io::{self, Write};
@@ -80,7 +81,8 @@ pub fn man(command: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
             let found = tree.get_subcommands().find(|c| c.get_name() == name).cloned();
             let found = found.ok_or_else(|| {
                 Usage(format!(
-                    "man: `{name}` is no command: {}; the main command's page needs no name",
+                    "man: `{}` is no command: {}; the main command's page needs no name",
+                    short(name),
                     names.join(", ")
                 ))
             })?;

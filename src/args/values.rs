@@ -1,7 +1,7 @@
 //! Types of option values, in the harness's spelling.
 
 use crate::config::{GraphImpl, Scope};
-use crate::keys::LONGEST_MISSPELT;
+use crate::keys::{LONGEST_MISSPELT, short};
 use std::fmt;
 use std::str::FromStr;
 
@@ -52,7 +52,7 @@ pub fn nearest<'a>(wrong: &str, names: impl IntoIterator<Item = &'a str>) -> Opt
 fn one_of(wrong: &str, names: &[&str]) -> String {
     let hint =
         nearest(wrong, names.iter().copied()).map_or(String::new(), |n| format!(" Did you mean `{n}`?"));
-    format!("`{wrong}` is not one of {}.{hint}", names.join(", "))
+    format!("`{}` is not one of {}.{hint}", short(wrong), names.join(", "))
 }
 
 impl FromStr for GraphImpl {

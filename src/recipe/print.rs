@@ -209,7 +209,11 @@ fn write_values<'a>(
 /// Why nothing was shown.
 #[derive(Debug, thiserror::Error)]
 pub enum ShowError {
-    #[error("no model or recipe is called {}{}; `mbperf recipes list` names them", crate::keys::short(.name), super::suggest(.nearest))]
+    #[error(
+        "no model or recipe is called `{}`{}; `mbperf recipes list` names them",
+        crate::keys::short(.name),
+        super::suggest(.nearest)
+    )]
     Unknown { name: String, nearest: Option<String> },
     #[error("cannot write: {0}")]
     Write(#[from] io::Error),

@@ -89,6 +89,40 @@ impl Value {
     }
 }
 
+/// A week: no step, block or capture comes near it.
+const LONGEST_MS: f64 = 7.0 * 24.0 * 3600.0 * 1e3;
+/// A nanosecond: what the difference of two readings of a clock may be under zero.
+const CLOCK_MS: f64 = 1e-6;
+/// A pebibyte, a thousand times the memory of a machine.
+const MOST_MIB: f64 = (1u64 << 30) as f64;
+/// Losses and norms are `f32`; nothing else that is measured comes near its end.
+const LARGEST: f64 = f32::MAX as f64;
+
+/// That a number may stand in a column of this name: what nobody can have measured is no result.
+///
+/// # Errors
+/// The range.
+pub fn possible(column: &str, x: f64) -> Result<(), String> {
+    let (range, unit) = if column.ends_with("_fraction") {
+        // Busy time is of a pass of its own and may exceed the span of the others.
+        (if column == "launch_bound_fraction" { -1.0..=1.0 } else { 0.0..=1.0 }, "")
+    } else if column.ends_with("_ms") || column.contains("_ms_") {
+        (-CLOCK_MS..=LONGEST_MS, " ms (a week)")
+    } else if column.ends_with("_mib") {
+        (-MOST_MIB..=MOST_MIB, " MiB")
+    } else {
+        (-LARGEST..=LARGEST, "")
+    };
+    if range.contains(&x) {
+        return Ok(());
+    }
+    // A time a nanosecond under zero is one of zero.
+    let low = if *range.start() == -CLOCK_MS { 0.0 } else { *range.start() };
+    let ends =
+        [low, *range.end()].map(|end| if end.abs() < LARGEST { end.to_string() } else { format!("{end:e}") });
+    Err(format!("{x:e} is not between {} and {}{unit}", ends[0], ends[1]))
+}
+
 /// A number in plain decimal notation, rounded to nine significant digits; empty if not finite.
 pub fn number(x: f64) -> String {
     if !x.is_finite() {

@@ -5,6 +5,133 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
+/// Why nothing is written to what stands at `path`: a pipe would be waited for, or the rows lost in it. A device such as
+/// /dev/null may be named.
+///
+/// # Errors
+/// The reason, for a person.
+pub fn check_output(path: &Path) -> Result<(), String> {
+    let Ok(found) = path.metadata() else { return Ok(()) };
+    match kind(&found) {
+        Kind::Plain | Kind::Device => Ok(()),
+        Kind::Pipe => Err("it is a pipe".into()),
+        Kind::Other(what) => Err(format!("it is {what}")),
+    }
+}
+
+/// Why what stands at `path` is not read: it has no end, or nobody may write to it. Standard input and the shell's
+/// `<(command)` are pipes without a name, and are read.
+///
+/// # Errors
+/// The reason, for a person.
+pub fn check_input(path: &Path) -> Result<(), String> {
+    let Ok(found) = path.metadata() else { return Ok(()) };
+    match kind(&found) {
+        Kind::Plain => Ok(()),
+        // The link of a descriptor names no place.
+        Kind::Pipe if path.canonicalize().is_err() => Ok(()),
+        Kind::Pipe => Err("it is a pipe, no plain file".into()),
+        Kind::Device => Err("it is a device, no plain file".into()),
+        Kind::Other(what) => Err(format!("it is {what}, no plain file")),
+    }
+}
+
+/// The bytes of a file that [`check_input`] lets pass.
+///
+/// # Errors
+/// As [`check_input`], and the system's.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    check_input(path).map_err(io::Error::other)?;
+    fs::read(path)
+}
+
+/// What stands at a place.
+enum Kind {
+    Plain,
+    /// Takes any bytes and says nothing of them: /dev/null, a terminal.
+    Device,
+    Pipe,
+    Other(&'static str),
+}
+
+fn kind(found: &fs::Metadata) -> Kind {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::FileTypeExt;
+        let of = found.file_type();
+        if of.is_char_device() {
+            return Kind::Device;
+        }
+        if of.is_fifo() {
+            return Kind::Pipe;
+        }
+        if of.is_socket() {
+            return Kind::Other("a socket");
+        }
+        if of.is_block_device() {
+            return Kind::Other("a disk");
+        }
+    }
+    match found.is_dir() {
+        true => Kind::Other("a directory"),
+        false => Kind::Plain,
+    }
+}
+
+/// Why no file could be made at `path`, where none is; makes none.
+///
+/// # Errors
+/// The reason, for a person.
+pub fn check_new(path: &Path) -> Result<(), String> {
+    let folder = folder(path);
+    if !folder.is_dir() {
+        return Err(format!("the folder {} does not exist", folder.display()));
+    }
+    match path.symlink_metadata() {
+        // Not followed: it leads nowhere, or round.
+        Ok(_) => return path.metadata().map(drop).map_err(|e| link_reason(&e)),
+        Err(e) if e.kind() != ErrorKind::NotFound => return Err(reason(&e)),
+        Err(_) => {}
+    }
+    probe(&folder)
+}
+
+/// Why `path` is no folder and none can be made there; makes none.
+///
+/// # Errors
+/// The reason, for a person.
+pub fn check_folder(path: &Path) -> Result<(), String> {
+    for place in path.ancestors() {
+        let place = if place.as_os_str().is_empty() { Path::new(".") } else { place };
+        match place.metadata() {
+            Ok(found) if !found.is_dir() => return Err(format!("{} is no folder", place.display())),
+            Ok(_) if place == path => return Ok(()),
+            Ok(_) => return probe(place),
+            Err(e) if place.is_symlink() => return Err(format!("{}: {}", place.display(), link_reason(&e))),
+            // Whatever stands above is told by its own name.
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {}
+            Err(e) => return Err(reason(&e)),
+        }
+    }
+    Err("no folder above it exists".into())
+}
+
+/// Makes a file of ours in `folder`, which goes again.
+fn probe(folder: &Path) -> Result<(), String> {
+    let probe = beside(&folder.join("mbperf"));
+    File::create_new(&probe).map_err(|e| reason(&e))?;
+    let _ = fs::remove_file(&probe);
+    Ok(())
+}
+
+/// Why a link is not followed.
+fn link_reason(error: &io::Error) -> String {
+    match error.kind() {
+        ErrorKind::NotFound => "it is a link to a place that does not exist".into(),
+        _ => format!("it is a link that cannot be followed: {error}"),
+    }
+}
+
 /// Why `path` could not be written whole; leaves everything as it was. A file that is there must be of the kind that
 /// replaces it: it begins with `magic`, whatever the case of letters.
 ///
@@ -19,36 +146,21 @@ pub fn check(path: &Path, magic: &[u8], kind: &str) -> Result<(), String> {
 /// # Errors
 /// As [`check`].
 pub fn check_at(path: &Path, offset: usize, magic: &[u8], kind: &str) -> Result<(), String> {
-    let name = path.display();
-    if path.is_dir() {
-        return Err(format!("{name} is a directory"));
+    check_output(path)?;
+    if !path.exists() {
+        return check_new(path);
     }
-    let folder = folder(path);
-    if !folder.is_dir() {
-        return Err(format!("the folder {} does not exist", folder.display()));
+    let is_file = path.is_file();
+    let mut file = OpenOptions::new().read(is_file).append(true).open(path).map_err(|e| reason(&e))?;
+    if !is_file {
+        return Ok(());
     }
-    let there = path.symlink_metadata().is_ok();
-    if there && !path.exists() {
-        return Err(format!("{name} is a link to a place that does not exist"));
+    let mut start = vec![0; offset + magic.len()];
+    match file.read_exact(&mut start) {
+        Ok(()) if start[offset..].eq_ignore_ascii_case(magic) => Ok(()),
+        Err(e) if e.kind() == ErrorKind::UnexpectedEof && start_is_empty(path) => Ok(()),
+        _ => Err(format!("{} is there and is no {kind}: it is left as it is", path.display())),
     }
-    if there {
-        let is_file = path.is_file();
-        let mut file = OpenOptions::new().read(is_file).append(true).open(path).map_err(|e| reason(&e))?;
-        if !is_file {
-            return Ok(());
-        }
-        let mut start = vec![0; offset + magic.len()];
-        return match file.read_exact(&mut start) {
-            Ok(()) if start[offset..].eq_ignore_ascii_case(magic) => Ok(()),
-            Err(e) if e.kind() == ErrorKind::UnexpectedEof && start_is_empty(path) => Ok(()),
-            _ => Err(format!("{name} is there and is no {kind}: it is left as it is")),
-        };
-    }
-    // A file of ours that goes again.
-    let probe = beside(path);
-    File::create_new(&probe).map_err(|e| reason(&e))?;
-    let _ = fs::remove_file(&probe);
-    Ok(())
 }
 
 /// Writes `bytes` to `path`; a plain file is replaced at once or stays what it was.
@@ -114,6 +226,10 @@ mod tests {
             assert_eq!(check(&at(name), b"<!DOCTYPE", "page").is_ok(), fine, "{name}");
         }
         assert!(check(folder.path(), b"PK", "workbook").is_err());
+        for (name, fine) in [("", true), ("new/er", true), ("rows.csv", false), ("rows.csv/er", false)] {
+            assert_eq!(check_folder(&at(name)).is_ok(), fine, "{name}");
+        }
+        assert!(check_new(&at(&"x".repeat(300))).is_err());
         assert!(!at("new").exists());
         replace(&at("old.html"), b"<!DOCTYPE new").unwrap();
         assert_eq!(fs::read(at("old.html")).unwrap(), b"<!DOCTYPE new");

@@ -80,6 +80,16 @@ impl Paths {
     /// # Errors
     /// The options and the file, and what to do: for a usage error (exit 2).
     pub fn check(&self) -> Result<(), String> {
+        for u in &self.0 {
+            let path = u.path.display();
+            match u.written() {
+                true => file::check_output(&u.path).map_err(|e| ("write", e)),
+                false => file::check_input(&u.path).map_err(|e| ("read", e)),
+            }
+            .map_err(|(what, reason)| {
+                format!("{}: cannot {what} {path}: {reason}; choose another file", u.option)
+            })?;
+        }
         let known: Vec<Option<Identity>> = self.0.iter().map(|u| identity(&u.path)).collect();
         for (at, b) in self.0.iter().enumerate() {
             let same = (0..at).find(|i| known[*i].is_some() && known[*i] == known[at]);

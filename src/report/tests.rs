@@ -319,3 +319,31 @@ fn values_that_are_not_finite_are_empty() {
     assert_eq!((columns::number(0.0).as_str(), columns::number(1e-7).as_str()), ("0", "0.0000001"));
     assert_eq!(columns::number(120000000000.0), "120000000000");
 }
+
+#[test]
+fn numbers_that_nobody_can_have_measured() {
+    use super::columns::{COLUMNS, Kind, possible};
+    let floats = || COLUMNS.iter().filter(|c| c.kind == Kind::Float).map(|c| c.name);
+    for name in floats() {
+        for x in [0.0, 1e-30, 0.5, 1.0] {
+            assert_eq!(possible(name, x), Ok(()), "{name}");
+        }
+        let said = possible(name, 1e300).unwrap_err();
+        assert!(said.len() < 80, "{said}");
+        assert!(possible(name, -1e300).is_err(), "{name}");
+    }
+    assert_eq!(possible("wall_ms", -5.0).unwrap_err(), "-5e0 is not between 0 and 604800000 ms (a week)");
+    for (name, x, fine) in [
+        ("step_time_ms_median", -1.0, false),
+        ("submit_ms", -1e-12, true),
+        ("disturbed_fraction", -0.1, false),
+        // Measured so: busy time is of a pass of its own.
+        ("launch_bound_fraction", -0.07, true),
+        ("launch_bound_fraction", 1.5, false),
+        ("peak_memory_mib", 1e6, true),
+        ("graph_memory_mib", -2.0, true),
+        ("loss_last", 3e38, true),
+    ] {
+        assert_eq!(possible(name, x).is_ok(), fine, "{name} {x}");
+    }
+}

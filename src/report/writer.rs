@@ -8,7 +8,7 @@ use super::columns::{self, Value};
 use super::dialect::Dialect;
 use super::row::Row;
 use super::xlsx::Book;
-use super::{blocks, profile, steps};
+use super::{blocks, file, profile, steps};
 use crate::measure::outcome::BlockRecord;
 use crate::measure::{StepRecord, StepSink};
 use crate::profile::Profile;
@@ -131,6 +131,36 @@ impl Writer {
     /// [`Writer::open_in`] the usual dialect.
     pub fn open(target: &Target) -> Result<Self, OutputError> {
         Self::open_in(target, Dialect::default())
+    }
+
+    /// What [`Writer::open_in`] and, with `profiled`, [`Writer::expect_profile`] would refuse; makes nothing.
+    ///
+    /// # Errors
+    /// As [`Writer::open_in`].
+    pub fn judge(target: &Target, dialect: Dialect, profiled: bool) -> Result<(), OutputError> {
+        let Some(rows) = target.file() else { return Ok(()) };
+        let refused = |path: &Path, reason| OutputError::Refused { path: path.display().to_string(), reason };
+        if let (Target::Default(_), Some(folder)) = (target, rows.parent()) {
+            file::check_folder(folder).map_err(|reason| refused(folder, reason))?;
+            if !folder.is_dir() {
+                return Ok(());
+            }
+        }
+        let open = |path: &Path, columns: Option<Vec<_>>| match columns {
+            _ if !path.exists() => file::check_new(path).map_err(|reason| refused(path, reason)),
+            Some(columns) => Appender::open(path, columns, dialect).map(drop),
+            None => Appender::open_runs(path.into(), dialect).map(drop),
+        };
+        open(rows, Some(columns::kinds()))?;
+        if !is_device(rows) {
+            open(&beside(rows, "steps.csv"), Some(steps::COLUMNS.to_vec()))?;
+            open(&beside(rows, "blocks.csv"), Some(blocks::COLUMNS.to_vec()))?;
+            open(&beside(rows, "runs.jsonl"), None)?;
+            if profiled {
+                open(&beside(rows, "profile.csv"), Some(profile::COLUMNS.to_vec()))?;
+            }
+        }
+        Ok(())
     }
 
     /// Opens and checks every file before the run, and writes to none.

@@ -28,8 +28,12 @@ pub(super) fn paths(args: &Args, target: &Target) -> Paths {
     }
     if let Some(rows) = target.file().filter(|p| own.profile && !writer::is_device(p)) {
         paths.appends("-o/--output", &beside(rows, "profile.csv"));
-        let kind = "trace of --profile";
-        paths.replaces("-o/--output", &beside(rows, "trace.json"), TRACE_START.as_bytes(), kind);
+        let trace = beside(rows, "trace.json");
+        // In a folder that is made later nothing can be of another kind.
+        match target {
+            Target::Default(_) if !trace.exists() => paths.appends("-o/--output", &trace),
+            _ => paths.replaces("-o/--output", &trace, TRACE_START.as_bytes(), "trace of --profile"),
+        };
     }
     if let Some(path) = &own.xlsx {
         paths.replaces("--xlsx", path, xlsx::MAGIC, "workbook");

@@ -7,18 +7,16 @@ use crate::commands;
 use crate::device::cpu::CpuExecutor;
 use crate::device::cuda::cudnn::{AttentionBackend, AttentionChoice};
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions};
-use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::cuda::libraries::{Availability, probe};
 use crate::device::guard::{Beat, Guarded};
 use crate::device::inject::Inject;
 use crate::device::{DeviceError, Executor};
+use crate::keys::short_words;
 use crate::ranks::control::{self, Share};
 use crate::ranks::lead::Leading;
 
 /// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
 pub(super) fn choose_device(args: &Args) -> anyhow::Result<bool> {
-    if let Some(path) = &args.mbperf.cuda_path {
-        set_path(path);
-    }
     if args.mbperf.device == DeviceChoice::Cpu {
         return Ok(false);
     }
@@ -39,8 +37,21 @@ pub(super) fn choose_device(args: &Args) -> anyhow::Result<bool> {
     }
 }
 
+/// `--spin_percent` lengthens the graph arm's steps by a kernel, which the CPU has none of.
+pub(super) fn check_spin(args: &Args, on_gpu: bool) -> anyhow::Result<()> {
+    match args.mbperf.spin_percent {
+        Some(percent) if percent != 0.0 && !on_gpu => Err(usage(&format!(
+            "--spin_percent {percent}: the CPU cannot spin; leave it out, or run on a GPU (--device cuda)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 pub(super) fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
-    let parse = |text: &String| text.parse::<Inject>().map_err(|e| usage(&format!("--inject: {e}")));
+    let parse = |text: &String| {
+        let failed = |e: String| usage(&format!("--inject: {}", short_words(&e)));
+        text.parse::<Inject>().map_err(failed)
+    };
     let all = args.mbperf.inject.iter().map(parse).collect::<anyhow::Result<Vec<_>>>()?;
     // As with every option, the last one wins; the others are still read.
     Ok(all.into_iter().last())

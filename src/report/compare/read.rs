@@ -1,7 +1,7 @@
 //! Result files as records by column name. Strict: whole records of a known header, or a reason why not. Either
 //! dialect; a record holds plain cells, as [`crate::report::Value::cell`] gives them.
 
-use crate::report::columns::{COLUMNS, Kind, SCHEMA_VERSION, Value};
+use crate::report::columns::{COLUMNS, Kind, SCHEMA_VERSION, Value, possible};
 use crate::report::dialect::Dialect;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -200,6 +200,16 @@ fn check(record: &Record) -> Result<(), String> {
         ["run_id", "model_recipe", "schema_version"].iter().find(|c| record.cell(c).is_empty())
     {
         return Err(record.wrong(column, "empty"));
+    }
+    // Of another version's rows nothing is known.
+    let known = record.cell("schema_version") == SCHEMA_VERSION.to_string();
+    for column in COLUMNS.iter().filter(|c| known && c.kind == Kind::Float) {
+        // What is no number is told where the cell is used.
+        if let Ok(x) = record.cell(column.name).parse::<f64>()
+            && x.is_finite()
+        {
+            possible(column.name, x).map_err(|e| record.wrong(column.name, &e))?;
+        }
     }
     Ok(())
 }

@@ -1,10 +1,10 @@
 //! The files beside the rows: steps, blocks, and the profile's times by part. Read by column name; the steps also
 //! compressed (`.gz`).
 
-use crate::report::columns::Kind;
+use crate::report::columns::{Kind, possible};
 use crate::report::dialect::Dialect;
 use crate::report::writer;
-use crate::report::{Value, blocks, steps};
+use crate::report::{Value, blocks, file, steps};
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -269,7 +269,11 @@ fn each(
             let wrong = |what: &str| format!("{name}, row {row}, column {column}: {what}");
             let plain = dialect.read(cell, *kind).map_err(|e| wrong(&e))?;
             let value = Value::parse(&plain, *kind);
-            line.values.push(value.ok_or_else(|| wrong(&format!("{cell:?} is no {}", kind.name())))?);
+            let value = value.ok_or_else(|| wrong(&format!("{cell:?} is no {}", kind.name())))?;
+            if let Value::Float(x) = value {
+                possible(column, x).map_err(|e| wrong(&e))?;
+            }
+            line.values.push(value);
         }
         take(&line)?;
     }
@@ -279,12 +283,13 @@ fn each(
 /// The bytes of a file, or of the same name with `.gz`, and which it was; `None` when there is neither.
 fn bytes(path: &Path) -> Result<Option<(String, Vec<u8>)>, String> {
     let failed = |path: &Path, e: &dyn std::fmt::Display| format!("{} cannot be read: {e}", path.display());
-    match std::fs::read(path) {
+    match file::read(path) {
         Ok(bytes) => return Ok(Some((path.display().to_string(), bytes)).filter(|(_, b)| !b.is_empty())),
         Err(e) if e.kind() == ErrorKind::NotFound => {}
         Err(e) => return Err(failed(path, &e)),
     }
     let packed = PathBuf::from(format!("{}.gz", path.display()));
+    file::check_input(&packed).map_err(|e| failed(&packed, &e))?;
     let file = match std::fs::File::open(&packed) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),

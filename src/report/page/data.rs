@@ -6,7 +6,7 @@ use crate::report::compare::keys::{Key, WORKLOAD};
 use crate::report::compare::read::{self, Record, typed};
 use crate::report::compare::{Source, workload};
 use crate::report::xlsx::Book;
-use crate::report::{COLUMNS, SCHEMA_VERSION, Value};
+use crate::report::{COLUMNS, SCHEMA_VERSION, Value, file};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -131,10 +131,8 @@ impl Input {
 
 impl FileData {
     fn read(path: &Path, name: String, whole: bool, notes: &mut Vec<String>) -> Result<Self, String> {
-        let source = Source {
-            name: path.display().to_string(),
-            bytes: std::fs::read(path).map_err(|e| e.to_string()),
-        };
+        let source =
+            Source { name: path.display().to_string(), bytes: file::read(path).map_err(|e| e.to_string()) };
         let rows = read::read(&source)?;
         rows.iter().try_for_each(check)?;
         let mut unknown: Vec<&str> =

@@ -3,6 +3,7 @@
 use super::{OutputError, is_device};
 use crate::report::columns::{self, Kind};
 use crate::report::dialect::Dialect;
+use crate::report::file;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -37,9 +38,7 @@ impl Appender {
     ) -> Result<Self, OutputError> {
         let refused = |reason: String| OutputError::Refused { path: path.display().to_string(), reason };
         let created = !path.exists();
-        if path.is_dir() {
-            return Err(refused("it is a directory".into()));
-        }
+        file::check_output(path).map_err(refused)?;
         let file = OpenOptions::new()
             .read(true)
             .append(true)
