@@ -15,17 +15,9 @@ fn main() {
     if let Some(commit) = git(&["rev-parse", "HEAD"]) {
         println!("cargo:rustc-env=MBPERF_GIT_COMMIT={commit}");
     }
-    if let Some(changes) = git(&[
-        "--no-optional-locks",
-        "status",
-        "--porcelain",
-        "--",
-        "src",
-        "recipes",
-        "benches",
-        "Cargo.toml",
-        "Cargo.lock",
-    ]) {
+    if let Some(changes) =
+        git(&["--no-optional-locks", "status", "--porcelain", "--", "src", "recipes", "benches", "Cargo.toml", "Cargo.lock"])
+    {
         println!("cargo:rustc-env=MBPERF_GIT_DIRTY={}", !changes.is_empty());
     }
 }

@@ -121,8 +121,7 @@ fn a_host_that_sees_ends_late_does_not_change_the_step_time() {
             .graph(Times::new(graph_ms))
             .queue_ms(0.1 * graph_ms);
         let outcome = measure_script(script, &Options::default());
-        let steady =
-            outcome.steps.iter().filter(|s| s.phase == Phase::Steady && s.pacing == Pacing::RunAhead);
+        let steady = outcome.steps.iter().filter(|s| s.phase == Phase::Steady && s.pacing == Pacing::RunAhead);
         for step in steady {
             let own_ms = if step.side == 0 { eager_ms.max(submit_ms + 0.1 * graph_ms) } else { graph_ms };
             assert!((step.wall_ms - own_ms).abs() < 1e-6, "{eager_ms} {submit_ms} {graph_ms}: {step:?}");
