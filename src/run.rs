@@ -23,6 +23,7 @@ use crate::{dump, report_files, sweep};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 mod asked;
@@ -51,6 +52,7 @@ use open::{check_spin, choose_device, faults, open_device};
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let own = &args.mbperf;
     commands::folders(own.cuda_path.as_deref(), own.kernel_cache.as_deref())?;
+    ranks::check_timeout(args)?;
     // From the start: as a container's first process it would not be ended by a signal that it does not handle.
     let start = ranks::start(args)?;
     if start.as_ref().is_some_and(|s| s.rank > 0) {
@@ -102,7 +104,7 @@ fn follow(args: &Args, start: Option<Start>) -> anyhow::Result<u8> {
     let Some(start) = start.filter(|_| !args.general.dryrun && !args.variant.list_config_variants) else {
         return Ok(0);
     };
-    ranks::leave_signals()?;
+    let alone = ranks::leave_signals()?;
     ranks::check_options(args)?;
     let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
     let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
@@ -112,7 +114,7 @@ fn follow(args: &Args, start: Option<Start>) -> anyhow::Result<u8> {
     if !on_gpu && !args.mbperf.full_size {
         shrink::shrink(&mut resolved.config, given(args));
     }
-    ranks::serve(&resolved.config, args, &start, on_gpu)
+    ranks::serve(&resolved.config, args, &start, on_gpu, &alone)
 }
 
 /// One configuration: both of its arms, their rows.
@@ -181,8 +183,12 @@ fn one(
     if let Some(start) = start {
         writer.expect_ranks(start.size)?;
         let abandon = ranks::abandon(args, told.clone(), options.clone(), target);
-        match ranks::gather(args, &resolved.config, start, on_gpu, abandon) {
+        match ranks::gather(args, &resolved.config, start, on_gpu, interrupt.flag(), abandon) {
             Ok(found) => leader = Some(found),
+            Err(_) if interrupt.flag().load(Ordering::Relaxed) => {
+                complain("interrupted; finished rows stay");
+                return Ok(Status::Interrupted.exit_code());
+            }
             Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
         }
         say(args, &ranks::said(start, &resolved.config, on_gpu));
@@ -279,17 +285,18 @@ fn one(
             break;
         }
     }
-    match &leader {
-        Some(leader) if outcomes.iter().any(|o| matches!(o.status, Status::Failed(_))) => {
-            leader.lead.give_up();
+    let unfinished = outcomes.iter().find(|o| !matches!(o.status, Status::Ok));
+    match (&leader, unfinished) {
+        (Some(leader), Some(outcome)) => {
+            leader.lead.give_up(outcome.status.exit_code());
             // Its communicators would wait for ranks that are gone; the process ends soon.
             std::mem::forget(executor);
         }
-        Some(leader) => {
+        (Some(leader), None) => {
             leader.lead.done();
             drop(executor);
         }
-        None => drop(executor),
+        (None, _) => drop(executor),
     }
     drop(leader);
     if let (Some(fault), Some(last)) = (&fault, outcomes.last()) {

@@ -124,12 +124,157 @@ fn a_rank_that_fails_tells_its_own_reason_first() {
     let output = command(dir.path(), &line).env("MBPERF_INJECT_RANK", "1").output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     let told: Vec<String> = said(&output).lines().map(str::to_owned).collect();
-    assert!(
-        told.iter().all(|l| l.starts_with("mbperf: rank 1: ") && l.contains("an injected call")),
-        "{told:?}"
-    );
+    let of_rank_1 = |l: &String| l.starts_with("mbperf: rank 1: ") && l.contains("an injected call");
+    assert!(told.len() == 1 && of_rank_1(&told[0]), "{told:?}");
     let rows = records(&fs::read(dir.path().join("rows.csv")).unwrap());
     assert!(cell(&rows, 0, "status_reason").contains("rank 1: an injected call"), "{told:?}");
+}
+
+/// Of several ranks the first that fails is told, once, and nobody waits for those it leaves in their collectives.
+#[test]
+fn failures_of_rank_0_and_hangs_are_told_once() {
+    let dir = tempdir().unwrap();
+    for (rank, inject) in [
+        ("0", "steady:driver_error"),
+        ("1", "steady:driver_error"),
+        ("0", "steady:hang"),
+        ("1", "steady:hang"),
+    ] {
+        let line = format!(
+            "{DENSE} {MODEL} -ng 2 -tp 2 -gb 4 --nproc_per_node 2 -o rows.csv --inject {inject} --watchdog 2"
+        );
+        let begun = Instant::now();
+        let output = command(dir.path(), &line).env("MBPERF_INJECT_RANK", rank).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{inject}: {}", said(&output));
+        let told = said(&output);
+        assert_eq!(told.lines().count(), 1, "rank {rank}, {inject}: {told}");
+        let part =
+            if inject.ends_with("hang") { "phase steady did not come back" } else { "an injected call" };
+        assert!(told.contains(part), "rank {rank}, {inject}: {told}");
+        // The watchdogs' 2 s and 5 s, and room for a slow machine; a rank that is waited for in vain takes 8 s and more.
+        assert!(begun.elapsed() < Duration::from_secs(15), "rank {rank}, {inject}: {:?}", begun.elapsed());
+    }
+}
+
+/// Whether a process computes or could go on.
+#[cfg(target_os = "linux")]
+fn alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
+}
+
+#[cfg(target_os = "linux")]
+fn send(signal: &str, pid: u32) {
+    assert!(std::process::Command::new("kill").args([signal, &pid.to_string()]).status().unwrap().success());
+}
+
+/// Starts two ranks, waits for steps, does `before` to rank 1, and signals rank 0 alone; gives the exit code, what was
+/// said and how long the end took. Rank 1 is gone.
+#[cfg(target_os = "linux")]
+fn interrupted(dir: &Path, signal: &str, before: impl Fn(u32)) -> (Option<i32>, String, Duration) {
+    // One block would be thousands of steps.
+    let line = format!("{DENSE} {MODEL} -ng 2 -tp 2 -gb 4 -ms 100000 --nproc_per_node 2 -o rows.csv");
+    let child = command(dir, &line).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let begun = Instant::now();
+    let steps = dir.join("rows.rank1.steps.csv");
+    while fs::metadata(&steps).map_or(0, |m| m.len()) == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no steps");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let pid = child.id();
+    let of_child = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    let one: u32 = of_child.trim().parse().unwrap();
+    // Past the equality check's single steps.
+    std::thread::sleep(Duration::from_secs(2));
+    before(one);
+    send(signal, pid);
+    let sent = Instant::now();
+    let output = child.wait_with_output().unwrap();
+    let took = sent.elapsed();
+    // A signal of the kernel's may still be on its way.
+    while alive(one) && sent.elapsed() < took + Duration::from_secs(2) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(!alive(one), "rank 1 was left behind");
+    (output.status.code(), said(&output), took)
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_signal_ends_all_ranks_within_a_step() {
+    for signal in ["-INT", "-TERM"] {
+        let dir = tempdir().unwrap();
+        let (code, told, took) = interrupted(dir.path(), signal, |_| {});
+        assert_eq!(code, Some(130), "{told}");
+        assert!(took < Duration::from_secs(3) && !told.contains("did not come back"), "{took:?}: {told}");
+        assert!(!told.contains("rank 1"), "{told}");
+        for name in ["rows.steps.csv", "rows.rank0.steps.csv", "rows.rank1.steps.csv"] {
+            assert!(records(&fs::read(dir.path().join(name)).unwrap()).len() > 1, "{name}");
+        }
+        assert!(!dir.path().join("rows.csv").exists(), "a file without rows");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_stopped_rank_is_not_left_behind() {
+    let dir = tempdir().unwrap();
+    let (code, told, took) = interrupted(dir.path(), "-TERM", |one| send("-STOP", one));
+    assert_eq!(code, Some(130), "{told}");
+    assert!(took < Duration::from_secs(8), "{took:?}: {told}");
+}
+
+/// Ranks of a launcher that signals all, while one is still missing.
+#[test]
+fn a_signal_ends_ranks_that_wait_for_others() {
+    let (dir, port) = (tempdir().unwrap(), free_port());
+    let line = format!("{DENSE} {MODEL} -ng 4 -tp 2 -gb 4 -o rows.csv");
+    for own in [0, 2] {
+        let mut child = rank(dir.path(), own, 4, port, &line);
+        // Until it waits: a release build takes a tenth of that.
+        std::thread::sleep(Duration::from_secs(3));
+        let sent = std::process::Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
+        assert!(sent.unwrap().success());
+        let begun = Instant::now();
+        assert_eq!(child.wait().unwrap().code(), Some(130), "rank {own}");
+        assert!(begun.elapsed() < Duration::from_secs(3), "rank {own}: {:?}", begun.elapsed());
+    }
+}
+
+#[test]
+fn numbers_of_processes_and_times_have_their_ranges() {
+    let dir = tempdir().unwrap();
+    let line = "-m llama -mr llama3_8b -g h100 --device cpu --dryrun";
+    let refused = |options: &str, env: &[(&str, &str)], parts: &[&str]| {
+        let begun = Instant::now();
+        let output =
+            command(dir.path(), &format!("{line} {options}")).envs(env.iter().copied()).output().unwrap();
+        let told = said(&output);
+        assert_eq!(output.status.code(), Some(2), "{options} {env:?}: {told}");
+        assert!(parts.iter().all(|p| told.contains(p)), "{options} {env:?}: {told}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "{options} {env:?}: {:?}", begun.elapsed());
+    };
+    for n in ["4294967295", "100000000", "129", "0", "-1"] {
+        refused(&format!("--nproc_per_node {n}"), &[], &["--nproc_per_node", n, "1..=128"]);
+    }
+    refused(
+        "-ng 8",
+        &[("RANK", "0"), ("WORLD_SIZE", "1048576"), ("MASTER_ADDR", "127.0.0.1")],
+        &["1048576 processes", "-ng"],
+    );
+    refused("", &[("RANK", "1")], &["WORLD_SIZE is not set"]);
+    for (option, value) in [
+        ("--rendezvous_timeout", "0"),
+        ("--rendezvous_timeout", "-1"),
+        ("--rendezvous_timeout", "1e19"),
+        ("--distributed_timeout_minutes", "0"),
+        ("--distributed_timeout_minutes", "-1"),
+        ("--distributed_timeout_minutes", "9223372036854775807"),
+    ] {
+        for processes in ["", "-ng 2 --nproc_per_node 2"] {
+            refused(&format!("{option} {value} {processes}"), &[], &[option, "a year"]);
+        }
+    }
 }
 
 #[test]

@@ -398,7 +398,8 @@ pub struct Mbperf {
     pub pp_rank: i64,
     /// Processes that mbperf starts on this machine, one a GPU: ranks 0.. of the job. Left out: one, or what torchrun, srun
     /// or mpirun has started
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u32).range(1..=i64::from(crate::ranks::launch::MOST_LOCAL)))]
     pub nproc_per_node: Option<u32>,
     /// Time of stood-in collectives: copy (device copies alone), nvlink, nvlink:GBPS or ib:GBPS (held for their bytes at that
     /// bandwidth, 10^9 bytes a second, on 16 multiprocessors)

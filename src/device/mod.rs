@@ -211,8 +211,8 @@ pub trait Executor {
         1
     }
 
-    /// `count` steps of `arm` follow, all submitted whatever comes: the other ranks run them too. `ahead`: each is
-    /// submitted before the one before it is waited for; `drain`: the last is waited for too.
+    /// `count` steps of `arm` follow: the other ranks run them too, and are left behind in them by a run that ends among
+    /// them. `ahead`: each is submitted before the one before it is waited for; `drain`: the last is waited for too.
     fn begin_steps(
         &mut self,
         _arm: Arm,

@@ -129,9 +129,12 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Within steps that all ranks have begun: they are finished first.
-    fn check_interrupt_inside(&self) -> Result<(), Stop> {
-        if self.executor.ranks() > 1 { Ok(()) } else { self.check_interrupt() }
+    /// Of several ranks only whole blocks stay: how the others saw the steps of one that is left is not known.
+    fn leave_block(&mut self, (steps, blocks): (usize, usize)) {
+        if self.executor.ranks() > 1 {
+            self.steps.truncate(steps);
+            self.blocks.truncate(blocks);
+        }
     }
 
     /// Steps from `first` on as the slowest rank saw them; what each saw is kept. A step that is still in flight comes
@@ -228,7 +231,10 @@ impl<'a> Session<'a> {
         self.enter(Phase::Steady);
         self.executor.begin_steps(arm, steps, false, true)?;
         for _ in 0..steps {
-            self.check_interrupt_inside()?;
+            if let Err(stop) = self.check_interrupt() {
+                self.leave_block((first, self.blocks.len()));
+                return Err(stop);
+            }
             let since = self.executor.now_ms();
             let flight = self.submit(side, arm, Some(number), Phase::Steady, pacing, false)?;
             self.finish(flight, since)?;
@@ -268,11 +274,12 @@ impl<'a> Session<'a> {
         let mut since = self.executor.now_ms();
         let mut ahead: Option<Flight> = None;
         for i in 0..total {
-            if let Err(stop) = self.check_interrupt_inside() {
+            if let Err(stop) = self.check_interrupt() {
                 // What is in flight is finished first, so that it is recorded and nothing runs on.
                 if let Some(flight) = ahead.take() {
                     self.finish(flight, since)?;
                 }
+                self.leave_block((first, self.blocks.len()));
                 return Err(stop);
             }
             let edge = i == 0 || i > timed;
@@ -337,8 +344,12 @@ impl<'a> Session<'a> {
         self.enter(Phase::Switch);
         self.executor.begin_steps(arm, count, true, drain)?;
         for i in 0..count {
-            if let Err(stop) = self.check_interrupt_inside() {
-                self.finish_carry(carry)?;
+            if let Err(stop) = self.check_interrupt() {
+                if let Some((due, since)) = carry.take() {
+                    self.finish_block_of_one(due, since)?;
+                }
+                self.leave_block(first);
+                self.flush()?;
                 return Err(stop);
             }
             let phase = if (1..=blocks).contains(&i) { Phase::Steady } else { Phase::Switch };

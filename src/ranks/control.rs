@@ -67,8 +67,8 @@ pub enum Command {
     Profile(Arm),
     /// The run is over.
     End,
-    /// It failed; rank 0 has said why.
-    Abort,
+    /// It failed or was interrupted, and rank 0 says why: all end with this exit code, whatever they are doing.
+    Abort(u8),
 }
 
 /// What another rank answers.
@@ -229,9 +229,9 @@ impl Lead {
         self.end(&Command::End);
     }
 
-    /// It was not, and this rank has said why. After [`Self::done`] nobody listens any more.
-    pub fn give_up(&self) {
-        self.end(&Command::Abort);
+    /// It was not, and this rank says why. After [`Self::done`] nobody listens any more.
+    pub fn give_up(&self, code: u8) {
+        self.end(&Command::Abort(code));
         for link in &self.links {
             if let Ok(stream) = link.stream.lock() {
                 let _ = stream.shutdown(Shutdown::Write);
@@ -284,7 +284,7 @@ fn watch_over(streams: &[Arc<Mutex<TcpStream>>], watch: &Mutex<Watch>, abandon: 
         if let Some((rank, code, message)) = now.failure.clone().filter(|_| overdue) {
             now.over = true;
             drop(now);
-            streams.iter().for_each(|s| drop(send(s, &Command::Abort)));
+            streams.iter().for_each(|s| drop(send(s, &Command::Abort(code))));
             return abandon(code, format!("rank {rank}: {message}"));
         }
     }
@@ -300,15 +300,15 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// `abandon` is called when rank 0 is gone and this one does not come back from what it is doing: it must end the
-    /// process.
+    /// `leave` is called with the exit code when rank 0 gives up, and without one when it is gone and this rank does not
+    /// come back from what it is doing: it must end the process.
     ///
     /// # Errors
     /// A thread cannot be started.
     pub fn new(
         rank: usize,
         stream: TcpStream,
-        abandon: impl FnOnce() + Send + 'static,
+        leave: impl FnOnce(Option<u8>) + Send + 'static,
     ) -> Result<Self, DeviceError> {
         let reader = stream.try_clone().map_err(|e| DeviceError::Invalid(format!("rank {rank}: {e}")))?;
         let stream = Arc::new(Mutex::new(stream));
@@ -320,12 +320,16 @@ impl Follow {
             .set_read_timeout(Some(SILENCE))
             .map_err(|e| DeviceError::Invalid(format!("rank {rank}: {e}")))?;
         thread("rank 0", move || {
+            let mut ended = false;
             for line in BufReader::new(reader).lines() {
                 let Ok(command) = line.and_then(|l| Ok(serde_json::from_str::<Command>(&l)?)) else { break };
                 match command {
                     Command::Beat => {}
-                    Command::Abort => break,
+                    Command::Abort(_) if ended => break,
+                    // At once: it may wait for rank 0 in a collective, and has no files to finish.
+                    Command::Abort(code) => return leave(Some(code)),
                     other => {
+                        ended = other == Command::End;
                         if sender.send(other).is_err() {
                             return;
                         }
@@ -335,7 +339,7 @@ impl Follow {
             drop(sender);
             std::thread::sleep(GRACE);
             if done.lock().is_ok_and(|over| !*over) {
-                abandon();
+                leave(None);
             }
         })?;
         let beating = stream.clone();
@@ -357,7 +361,7 @@ impl Follow {
             .map_err(|e| DeviceError::Invalid(format!("rank 0 cannot be reached ({e})")))
     }
 
-    /// Whether rank 0 gives up or goes within a moment: then it has told why, and this rank's error follows from that.
+    /// Whether rank 0 goes within a moment: then this rank's error follows from that. One that gives up ends this process.
     pub fn given_up(&self) -> bool {
         let until = Instant::now() + CAUSE / 2;
         loop {
@@ -370,9 +374,9 @@ impl Follow {
     }
 
     /// Says an answer from another thread.
-    pub fn teller(&self) -> impl Fn(Answer) + Send + 'static {
+    pub fn teller(&self) -> impl Fn(Answer) -> io::Result<()> + Send + 'static {
         let stream = self.stream.clone();
-        move |answer| drop(send(&stream, &answer))
+        move |answer| send(&stream, &answer)
     }
 
     /// This rank comes to its end by itself.

@@ -17,7 +17,7 @@ pub fn serve(
     let mut flying = Flying::default();
     while let Some(command) = follow.next() {
         let answer = match command {
-            Command::Beat | Command::Abort => continue,
+            Command::Beat | Command::Abort(_) => continue,
             Command::End => return Ok(true),
             Command::Shared { what, .. } => {
                 return Err(DeviceError::internal(format!("rank 0 shares {what}, which is not asked for")));

@@ -99,7 +99,9 @@ impl Place {
         let experts = [p.etp, p.ep, expert_data, p.pp];
         // Of every process, or none: ranks that were stood in for some and not for others could not agree on weights.
         let real = |kind: Kind, sizes: &[usize], axis: usize| {
-            let inside = |r: usize| along(sizes, axis, r).0.iter().all(|m| *m < world);
+            let stride: usize = sizes[..axis].iter().product();
+            // The last rank of a group has the highest number.
+            let inside = |r: usize| r + (sizes[axis] - 1 - r / stride % sizes[axis]) * stride < world;
             let (ranks, own) = along(sizes, axis, rank);
             (ranks.len() > 1 && (0..world).all(inside)).then_some(Group { kind, ranks, own })
         };
@@ -179,6 +181,15 @@ mod tests {
         let p = place(1, 2, 16, 2, 1);
         assert_eq!((ranks(&p.expert), p.ep, p.dp), (Some((vec![0, 1], 1)), 1, (1, 16)));
         assert!(p.expert_data.is_none());
+    }
+
+    /// Every rank's group walked rank by rank would be 2^40 steps.
+    #[test]
+    fn the_largest_job_has_its_groups_at_once() {
+        let most = 1 << 20;
+        let p = place(1, 1, most, most, 3);
+        assert_eq!((p.data.map(|g| (g.len(), g.own)), p.tensor), (Some((most, 3)), None));
+        assert!(place(1, 1, most, most / 2, 3).data.is_none());
     }
 
     #[test]

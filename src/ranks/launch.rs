@@ -8,6 +8,10 @@ use std::time::{Duration, Instant};
 const DEFAULT_PORT: u16 = 29_500;
 /// Set for processes that mbperf started itself: their `--nproc_per_node` is done with.
 const LAUNCHED: &str = "MBPERF_LAUNCHED";
+/// `--nproc_per_node` at most: one NVLink domain holds 72 GPUs (NVL72), a machine fewer.
+pub const MOST_LOCAL: u32 = 128;
+/// Processes of a job at most: ten times the largest training jobs.
+const MOST_RANKS: usize = 1 << 20;
 /// What a rank may take to end after rank 0 has.
 const PATIENCE: Duration = Duration::from_secs(8);
 const LOOK: Duration = Duration::from_millis(20);
@@ -76,17 +80,37 @@ fn from_environment(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Start
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
     ];
+    // What one launcher left out may be another's: Slurm's steps often set one of torchrun's.
+    let mut half = None;
     for (by, rank_name, local_name, local_size) in launchers {
-        let (Some(size), Some(rank)) = (number(by)?, number(rank_name)?) else { continue };
-        if size <= 1 {
-            return Ok(None);
-        }
+        let slurm = by.starts_with("SLURM");
+        let (size, rank) = match (number(by)?, number(rank_name)?) {
+            (Some(size), _) if !(1..=MOST_RANKS).contains(&size) => {
+                return Err(format!(
+                    "{by}={size}: a job has 1 to {MOST_RANKS} processes; correct it or unset it"
+                ));
+            }
+            (Some(size), Some(rank)) => (size, rank),
+            (Some(size), None) if size > 1 => {
+                half = half.or(Some((by, size, rank_name)));
+                continue;
+            }
+            // Rank 0 of nothing is how Slurm marks an allocation's own shell.
+            (None, Some(rank)) if rank > 0 || !slurm => {
+                half = half.or(Some((rank_name, rank, by)));
+                continue;
+            }
+            _ => continue,
+        };
         if rank >= size {
             return Err(format!("{rank_name}={rank} is not one of {by}={size} ranks (0 to {})", size - 1));
         }
+        if size == 1 {
+            break;
+        }
         let here = env(local_size).and_then(|n| n.parse::<usize>().ok()) == Some(size);
         let nodes = env("SLURM_STEP_NODELIST").or_else(|| env("SLURM_NODELIST"));
-        let first = nodes.filter(|_| by.starts_with("SLURM")).map(|list| first_host(&list));
+        let first = nodes.filter(|_| slurm).map(|list| first_host(&list));
         let master = env("MASTER_ADDR").or(first).or_else(|| here.then(|| "127.0.0.1".to_owned()));
         let master = master.ok_or_else(|| {
             format!("{by}={size}, but MASTER_ADDR is not set: set it to the address of the machine of rank 0")
@@ -95,14 +119,21 @@ fn from_environment(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Start
         let job = number("SLURM_JOB_ID")?.map_or(0, |id| (id % 1000) as u16);
         let port = match number("MASTER_PORT")? {
             Some(port) => {
-                u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is no port (1 to 65535)"))?
+                let fits = u16::try_from(port).ok().filter(|port| *port > 0);
+                fits.ok_or_else(|| format!("MASTER_PORT={port} is no port (1 to 65535)"))?
             }
             None => DEFAULT_PORT + job,
         };
         let local_rank = number(local_name)?.unwrap_or(0);
         return Ok(Some(Start { size, rank, local_rank, master, port: Some(port), by }));
     }
-    Ok(None)
+    match half {
+        None => Ok(None),
+        Some((given, value, missing)) => Err(format!(
+            "{given}={value}, but {missing} is not set: a launcher sets both; set it, unset {given}, or give \
+             --nproc_per_node 1 for one process"
+        )),
+    }
 }
 
 /// The first host of a Slurm list: `a[03-05,7],b` is `a03`.
@@ -111,6 +142,16 @@ fn first_host(list: &str) -> String {
     let (name, rest) = list.split_at(end);
     let number = rest.strip_prefix('[').map_or("", |r| r.split([',', '-', ']']).next().unwrap_or(""));
     format!("{name}{number}")
+}
+
+/// Ends this process when rank 0, which started it, is gone, on whatever path it went: also one that is stopped.
+pub fn end_with_rank_0() {
+    #[cfg(target_os = "linux")]
+    if std::env::var_os(LAUNCHED).is_some() {
+        use rustix::process::{Signal, set_parent_process_death_signal};
+        // A kernel without it leaves what the other paths cannot end, as other systems do.
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    }
 }
 
 /// Ranks 1.. that rank 0 started on this machine. They end with it: those that do not are killed.
@@ -140,6 +181,11 @@ impl Children {
             all.0.push((rank, child));
         }
         Ok(all)
+    }
+
+    /// Without waiting for what they do: before the run has begun there is nothing to finish.
+    pub fn kill(&mut self) {
+        self.0.iter_mut().for_each(|(_, child)| drop(child.kill()));
     }
 
     /// A rank that has ended already, and how.
@@ -221,6 +267,50 @@ mod tests {
         assert!(e(Some(2), &both).contains("--nproc_per_node 2"));
         // Slurm's variables of a shell inside an allocation, which is no step of several.
         assert_eq!(of(None, &[("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")]), Ok(None));
+    }
+
+    #[test]
+    fn half_a_launcher_is_refused_by_what_is_missing() {
+        for (vars, part) in [
+            (&[("RANK", "1")][..], "RANK=1, but WORLD_SIZE is not set"),
+            (&[("RANK", "0")], "RANK=0, but WORLD_SIZE is not set"),
+            (&[("WORLD_SIZE", "2")], "WORLD_SIZE=2, but RANK is not set"),
+            (&[("OMPI_COMM_WORLD_SIZE", "2")], "OMPI_COMM_WORLD_RANK is not set"),
+            (&[("SLURM_STEP_NUM_TASKS", "2")], "SLURM_PROCID is not set"),
+            (&[("SLURM_PROCID", "3")], "SLURM_STEP_NUM_TASKS is not set"),
+            (&[("RANK", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0")], "WORLD_SIZE is not set"),
+            (&[("WORLD_SIZE", "0")], "WORLD_SIZE=0"),
+            (&[("WORLD_SIZE", "0"), ("RANK", "3")], "WORLD_SIZE=0"),
+            (&[("WORLD_SIZE", "1"), ("RANK", "1")], "RANK=1 is not one of"),
+            (&[("WORLD_SIZE", "18446744073709551615"), ("RANK", "0")], "1 to 1048576"),
+            (
+                &[("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "0")],
+                "MASTER_PORT=0",
+            ),
+            (
+                &[("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "65536")],
+                "MASTER_PORT=65536",
+            ),
+        ] {
+            let e = of(None, vars).unwrap_err();
+            assert!(e.contains(part), "{vars:?}: {e}");
+        }
+        for vars in [
+            &[("WORLD_SIZE", "1"), ("RANK", "0")][..],
+            &[("WORLD_SIZE", "1")],
+            &[("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0")],
+        ] {
+            assert_eq!(of(None, vars), Ok(None), "{vars:?}");
+        }
+        // A script's own WORLD_SIZE beside the step's ranks.
+        let step = [
+            ("WORLD_SIZE", "2"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NODELIST", "a"),
+        ];
+        assert_eq!(of(None, &step).unwrap().unwrap().rank, 1);
+        assert_eq!(of(Some(1), &[("RANK", "1")]), Ok(None));
     }
 
     #[test]

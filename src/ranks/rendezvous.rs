@@ -5,6 +5,7 @@ use crate::device::DeviceError;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const LOOK: Duration = Duration::from_millis(20);
@@ -12,6 +13,8 @@ const LOOK: Duration = Duration::from_millis(20);
 const LINE: Duration = Duration::from_secs(10);
 /// A longer line comes from something else.
 const LONGEST_LINE: u64 = 64 << 10;
+/// Ranks that a message names: more make no line that is read.
+const NAMED_RANKS: usize = 8;
 
 /// What a rank says when it comes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,9 +39,12 @@ fn failed(what: impl Into<String>) -> DeviceError {
     DeviceError::Invalid(what.into())
 }
 
-/// Numbers as a sentence has them: `1, 3 and 4`.
+/// Numbers as a sentence has them: `1, 3 and 4`, of many the first: `1, 2, 3 and 97 more`.
 pub fn list(ranks: &[usize]) -> String {
-    let words: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    let mut words: Vec<String> = ranks.iter().take(NAMED_RANKS).map(ToString::to_string).collect();
+    if ranks.len() > NAMED_RANKS {
+        words.push(format!("{} more", ranks.len() - NAMED_RANKS));
+    }
     match words.split_last() {
         None => String::new(),
         Some((last, [])) => format!("rank {last}"),
@@ -71,13 +77,14 @@ pub fn listen(start: &Start) -> Result<TcpListener, DeviceError> {
 /// Waits for all other ranks; gives their connections, from rank 1 on, and where every rank listens for data.
 ///
 /// # Errors
-/// Ranks that do not come in time, by number; one that runs something else; one that has ended.
+/// Ranks that do not come in time, by number; one that runs something else; one that has ended; a signal.
 pub fn gather(
     listener: &TcpListener,
     own: &Hello,
     start: &Start,
     timeout: Duration,
     children: &mut Children,
+    interrupt: &AtomicBool,
 ) -> Result<(Vec<TcpStream>, Vec<String>), DeviceError> {
     let until = Instant::now() + timeout;
     let io = |e: io::Error| failed(format!("rank 0 cannot wait for the others: {e}"));
@@ -85,6 +92,10 @@ pub fn gather(
     let port = listener.local_addr().map_or(0, |a| a.port());
     let mut come: Vec<Option<(TcpStream, Hello)>> = (1..own.size).map(|_| None).collect();
     while come.iter().any(Option::is_none) {
+        if interrupt.load(Ordering::Relaxed) {
+            children.kill();
+            return Err(failed("interrupted before all ranks had come"));
+        }
         if let Some((rank, how)) = children.ended() {
             return Err(failed(format!(
                 "rank {rank} ended ({how}) before it came to rank 0; its own message says why"
@@ -284,7 +295,9 @@ mod tests {
         let other = std::thread::spawn(move || {
             join(&there, &hello(2, 4), Duration::from_millis(700)).map(|_| ()).unwrap_err().to_string()
         });
-        let e = gather(&listener, &hello(0, 4), &s, Duration::from_millis(300), &mut Children::default());
+        let (mut children, interrupt) = (Children::default(), AtomicBool::new(false));
+        let timeout = Duration::from_millis(300);
+        let e = gather(&listener, &hello(0, 4), &s, timeout, &mut children, &interrupt);
         let e = e.unwrap_err().to_string();
         assert!(e.contains("ranks 1 and 3 of 4 did not come") && e.contains("0.3 s"), "{e}");
         drop(listener);
@@ -314,5 +327,6 @@ mod tests {
             assert!(unfit(&own, &other, &none).unwrap().contains(part), "{part}");
         }
         assert_eq!(list(&[4]), "rank 4");
+        assert_eq!(list(&(1..100).collect::<Vec<_>>()), "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more");
     }
 }

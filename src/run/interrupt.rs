@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// SIGINT and SIGTERM (DESIGN 6).
-const INTERRUPTED: i32 = 130;
+pub(super) const INTERRUPTED: i32 = 130;
 /// What a step and the files may take after the signal. Docker kills ten seconds after its SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(20);

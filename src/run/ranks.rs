@@ -1,5 +1,6 @@
 //! Runs of several processes: what they may be asked for, rank 0's start of the others, and the other ranks' part.
 
+use super::interrupt::INTERRUPTED;
 use super::{open_device, plan, usage};
 use crate::args::{Args, defaults};
 use crate::capture::RunPlan;
@@ -17,10 +18,13 @@ use crate::report::{Row, RunFacts, Target, Writer};
 use crate::workloads::share::RankShare;
 use std::net::TcpListener;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const SECONDS_A_MINUTE: f64 = 60.0;
+/// A year: longer than any allocation, and clocks still hold it.
+const LONGEST_TIMEOUT_S: f64 = 365.0 * 86_400.0;
 /// A rank's own watchdog speaks before rank 0's, which hangs with it.
 const RANK_0_WAITS: Duration = Duration::from_secs(5);
 
@@ -54,17 +58,29 @@ pub(super) fn start(args: &Args) -> anyhow::Result<Option<Start>> {
 fn timeout(args: &Args) -> anyhow::Result<Duration> {
     let minutes = args.training.distributed_timeout_minutes;
     let harness = minutes.map(|m| m as f64 * SECONDS_A_MINUTE);
-    let seconds = args.mbperf.rendezvous_timeout.or(harness).unwrap_or(defaults::RENDEZVOUS_TIMEOUT_S);
-    match Duration::try_from_secs_f64(seconds) {
-        Ok(t) if !t.is_zero() => Ok(t),
-        _ => Err(usage(&format!("--rendezvous_timeout {seconds}: give seconds above 0"))),
+    let own = args.mbperf.rendezvous_timeout;
+    let fits = |s: f64| s > 0.0 && s <= LONGEST_TIMEOUT_S;
+    if let Some(s) = own.filter(|s| !fits(*s)) {
+        return Err(usage(&format!(
+            "--rendezvous_timeout {s}: give seconds above 0, at most {LONGEST_TIMEOUT_S} (a year)"
+        )));
     }
+    if let Some(m) = minutes.filter(|_| harness.is_some_and(|s| !fits(s))) {
+        let most = LONGEST_TIMEOUT_S / SECONDS_A_MINUTE;
+        return Err(usage(&format!("--distributed_timeout_minutes {m}: give 1 to {most} (a year)")));
+    }
+    let seconds = own.or(harness).unwrap_or(defaults::RENDEZVOUS_TIMEOUT_S);
+    Duration::try_from_secs_f64(seconds).map_err(|e| usage(&format!("--rendezvous_timeout {seconds}: {e}")))
+}
+
+/// The times that ranks wait, whether there are several or not.
+pub(super) fn check_timeout(args: &Args) -> anyhow::Result<()> {
+    timeout(args).map(drop)
 }
 
 /// What no run of several processes can give, before anything is touched.
 pub(super) fn check_options(args: &Args) -> anyhow::Result<()> {
     let own = &args.mbperf;
-    timeout(args)?;
     for (given, option, why) in [
         (own.sweep, "--sweep", "run one scope at a time"),
         (own.extrapolate, "--extrapolate", "give --max_microbatches"),
@@ -90,8 +106,15 @@ pub(super) fn check_options(args: &Args) -> anyhow::Result<()> {
 /// # Errors
 /// A layout that several processes cannot run, with what to change.
 pub(super) fn enter(cfg: &mut RunConfig, start: &Start) -> anyhow::Result<()> {
-    cfg.parallel.world = World { size: start.size, rank: start.rank };
-    let (p, n, job) = (&cfg.parallel, start.size, cfg.identity.num_gpus);
+    let (n, job) = (start.size, cfg.identity.num_gpus);
+    // First: a place is looked for among all processes.
+    if job < n || !job.is_multiple_of(n) {
+        return Err(usage(&format!(
+            "{n} processes: the job has {job} GPUs (-ng): its ranks cannot be {n} processes; give -ng a multiple of {n}"
+        )));
+    }
+    cfg.parallel.world = World { size: n, rank: start.rank };
+    let p = &cfg.parallel;
     let place = Place::of(p);
     let shared = p.tp > 1 && place.tensor.is_some();
     let refused = if p.pp > 1 {
@@ -102,10 +125,6 @@ pub(super) fn enter(cfg: &mut RunConfig, start: &Start) -> anyhow::Result<()> {
         Some(format!(
             "etp {}: experts split over tensor ranks are not built between processes; give -et 1",
             p.etp
-        ))
-    } else if job < n || !job.is_multiple_of(n) {
-        Some(format!(
-            "the job has {job} GPUs (-ng): its ranks cannot be {n} processes; give -ng a multiple of {n}"
         ))
     } else if shared && cfg.model.mla.is_none() && cfg.model.num_query_groups < p.tp {
         Some(format!(
@@ -205,7 +224,7 @@ pub(super) struct Leader {
 impl Drop for Leader {
     fn drop(&mut self) {
         // Nothing new to ranks that have been told already; the others must not be waited for in vain.
-        self.lead.give_up();
+        self.lead.give_up(1);
     }
 }
 
@@ -238,6 +257,7 @@ pub(super) fn gather(
     cfg: &RunConfig,
     start: &Start,
     on_gpu: bool,
+    interrupt: &AtomicBool,
     abandon: impl FnOnce(u8, String) + Send + 'static,
 ) -> Result<Leader, DeviceError> {
     let timeout = timeout(args).map_err(|e| DeviceError::internal(e.to_string()))?;
@@ -249,7 +269,7 @@ pub(super) fn gather(
     let mut children =
         children.map_err(|e| DeviceError::Invalid(format!("the other ranks cannot be started: {e}")))?;
     let own = hello(cfg, start, on_gpu, &data);
-    let (streams, peers) = rendezvous::gather(&listener, &own, start, timeout, &mut children)?;
+    let (streams, peers) = rendezvous::gather(&listener, &own, start, timeout, &mut children, interrupt)?;
     connect_data(&data, &peers, 0, on_gpu, timeout)?;
     let lead = Rc::new(Lead::new(streams, abandon)?);
     control::install(Team {
@@ -260,11 +280,18 @@ pub(super) fn gather(
     Ok(Leader { lead, _children: children })
 }
 
-/// The part of a rank that is not 0: it runs what rank 0 says, and writes nothing but its own failure.
+/// The part of a rank that is not 0: it runs what rank 0 says, and writes nothing; its own failure is rank 0's to say.
+/// `alone`: until rank 0 has it.
 ///
 /// # Errors
 /// As a run's.
-pub(super) fn serve(cfg: &RunConfig, args: &Args, start: &Start, on_gpu: bool) -> anyhow::Result<u8> {
+pub(super) fn serve(
+    cfg: &RunConfig,
+    args: &Args,
+    start: &Start,
+    on_gpu: bool,
+    alone: &AtomicBool,
+) -> anyhow::Result<u8> {
     let rank = start.rank;
     let plan = plan(cfg, false, args.mbperf.comm_model)?;
     let costs = match HostModel::load(&args.mbperf.host_model)? {
@@ -277,11 +304,14 @@ pub(super) fn serve(cfg: &RunConfig, args: &Args, start: &Start, on_gpu: bool) -
     let data = data_listener(start)?;
     let timeout = timeout(args)?;
     let (stream, peers) = rendezvous::join(start, &hello(cfg, start, on_gpu, &data), timeout)?;
-    let gone = move || {
-        complain(&format!("rank {rank}: rank 0 has gone, and what was under way did not come back"));
-        signal_hook::low_level::exit(1);
+    alone.store(false, Ordering::SeqCst);
+    let leave = move |told: Option<u8>| {
+        if told.is_none() {
+            complain(&format!("rank {rank}: rank 0 has gone, and what was under way did not come back"));
+        }
+        signal_hook::low_level::exit(told.map_or(1, i32::from));
     };
-    let follow = Rc::new(Follow::new(rank, stream, gone)?);
+    let follow = Rc::new(Follow::new(rank, stream, leave)?);
     let ran = connect_data(&data, &peers, rank, on_gpu, timeout)
         .and_then(|()| run(cfg, args, start, &plan, on_gpu, &follow, costs));
     let whole = match ran {
@@ -290,8 +320,10 @@ pub(super) fn serve(cfg: &RunConfig, args: &Args, start: &Start, on_gpu: bool) -
         Err(_) if follow.given_up() => false,
         Err(error) => {
             let code = crate::measure::exit_code(&error);
-            complain(&format!("rank {rank}: {error}"));
-            let _ = follow.answer(&Answer::Failed { code, message: error.to_string() });
+            let failed = Answer::Failed { code, message: error.to_string() };
+            if follow.answer(&failed).is_err() {
+                complain(&format!("rank {rank}: {error}"));
+            }
             // Without clean-up, which would wait for the other ranks.
             signal_hook::low_level::exit(i32::from(code));
         }
@@ -322,9 +354,10 @@ fn run(
     if !limit.is_zero() {
         let (rank, teller) = (start.rank, follow.teller());
         let expired = move |phase| {
-            complain(&hang_message(rank, phase, limit));
             let message = guard::hang_message(phase, limit);
-            teller(Answer::Failed { code: 1, message });
+            if teller(Answer::Failed { code: 1, message }).is_err() {
+                complain(&hang_message(rank, phase, limit));
+            }
             signal_hook::low_level::exit(1);
         };
         guard::watch(beat.clone(), limit, expired)
@@ -348,12 +381,14 @@ pub(super) fn struck(rank: usize) -> bool {
     rank == chosen.unwrap_or(0)
 }
 
-/// Another rank leaves signals to rank 0, which ends all.
-pub(super) fn leave_signals() -> anyhow::Result<()> {
+/// Another rank leaves signals to rank 0, which ends all, but as long as the flag is set: it has not come there yet.
+pub(super) fn leave_signals() -> anyhow::Result<Arc<AtomicBool>> {
+    launch::end_with_rank_0();
+    let alone = Arc::new(AtomicBool::new(true));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Default::default())?;
+        signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED, alone.clone())?;
     }
-    Ok(())
+    Ok(alone)
 }
 
 /// What rank 0 says of the others, once they are there.
