@@ -142,7 +142,7 @@ const RANGES: &[(Range, &[&str])] = &[
     (Whole(-MAX_SIZE, MAX_SIZE), &["model.recompute_num_layers"]),
     (Whole(1, MAX_BUCKET), &["ddp.bucket_size"]),
     // R56 says what fewer than one would do.
-    (Whole(i64::MIN, MAX_WARMUP_STEPS), &["model.cuda_graph_warmup_steps"]),
+    (Whole(-MAX_SIZE, MAX_WARMUP_STEPS), &["model.cuda_graph_warmup_steps"]),
     (Whole(0, i64::MAX), &["rng.seed"]),
     (Share, &[
         "model.attention_dropout", "model.hidden_dropout", "peft.dropout", "optimizer.adam_beta1", "optimizer.adam_beta2",

@@ -273,14 +273,19 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         id: "R56",
-        wrong: "too few steps for warm-up, capture and one steady step",
+        wrong: "a warm-up that is negative, or too few steps for warm-up, capture and one steady step",
         remedy: "Give -ms at least model.cuda_graph_warmup_steps + 2, or leave -ms out.",
         broken: |e| {
             let warmup = e.values.int("model.cuda_graph_warmup_steps").unwrap_or(0);
-            let steps = e.max_steps.filter(|s| e.graphs() && *s < warmup.saturating_add(2))?;
-            Some(format!(
-                "-ms {steps} with {warmup} warm-up steps: one capture step and one steady step do not fit"
-            ))
+            when(e.graphs() && warmup < 0, || {
+                format!("model.cuda_graph_warmup_steps={warmup}: the capture step would never come")
+            })
+            .or_else(|| {
+                let steps = e.max_steps.filter(|s| e.graphs() && *s < warmup.saturating_add(2))?;
+                Some(format!(
+                    "-ms {steps} with {warmup} warm-up steps: one capture step and one steady step do not fit"
+                ))
+            })
         },
     },
     Rule {
