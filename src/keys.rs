@@ -94,8 +94,14 @@ pub fn find(name: &str) -> Result<&'static Key, KeyError> {
         .ok_or_else(|| KeyError::Unknown { key: short(name), nearest: nearest_key(name) })
 }
 
+/// What upstream called the implementation of graphs before (R22).
+const OLDER: [&str; 2] = ["enable_cuda_graph", "external_cuda_graph"];
+
 /// The nearest known name: by the last part first (`hidden_size` for `model.hidden_size`), then by spelling.
 fn nearest_key(name: &str) -> Option<String> {
+    if OLDER.contains(&name.rsplit('.').next().unwrap_or(name)) {
+        return Some("model.cuda_graph_impl".to_owned());
+    }
     if let Some(k) = KEYS.iter().find(|k| k.name.rsplit('.').next() == Some(name)) {
         return Some(k.name.to_owned());
     }
@@ -176,6 +182,7 @@ mod tests {
         assert_eq!(suggested("model.hiden_size").as_deref(), Some("model.hidden_size"));
         assert_eq!(suggested("hidden_size").as_deref(), Some("model.hidden_size"));
         assert_eq!(suggested("zzz"), None);
+        assert_eq!(suggested("model.enable_cuda_graph").as_deref(), Some("model.cuda_graph_impl"));
         assert_eq!(suggested(&"model.hiden_size".repeat(10_000)), None);
         assert!(find(&"x".repeat(100_000)).unwrap_err().to_string().len() < 200);
         assert_eq!(short("a\u{1b}[31m"), "a\\u{1b}[31m");

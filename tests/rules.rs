@@ -112,6 +112,12 @@ fn pairs() -> Vec<Pair> {
         pair("R29", QWEN, format!("{TE} mlp"), format!("{TE} mlp --first_k_dense_replace 1")),
         pair("R30", QWEN, format!("{TE} moe"), format!("{DROP} {TE} moe")),
         pair(
+            "R23",
+            LLAMA,
+            "model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[full,attn]",
+            "model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[full] model.use_te_rng_tracker=true",
+        ),
+        pair(
             "R30b",
             QWEN,
             "model.moe_pad_expert_input_to_capacity=true",

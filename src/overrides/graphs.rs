@@ -16,6 +16,8 @@ pub struct Graph {
 
 const IMPL: &str = "model.cuda_graph_impl";
 const SCOPE: &str = "model.cuda_graph_scope";
+/// Upstream's older word for no scope: each whole layer.
+const FULL: &str = "full";
 const TRACKERS: [&str; 2] = ["model.use_te_rng_tracker", "rng.te_rng_tracker"];
 
 /// Decides implementation, scope and tracker from flags, overrides and recipe, and writes them back.
@@ -34,7 +36,6 @@ pub fn coerce(
         perf.cuda_graph_scope.is_some() || (explicit.contains(SCOPE) && !values.list(SCOPE).is_empty());
     let mut scope: Vec<Scope> = match &perf.cuda_graph_scope {
         Some(list) => list.0.clone(),
-        // "full" is upstream's older word for no scope: each whole layer.
         None => values
             .list(SCOPE)
             .iter()
@@ -99,7 +100,13 @@ pub fn coerce(
         tracker = true;
     }
     values.set(IMPL, impl_name(implementation));
-    values.set(SCOPE, scope.iter().map(|s| scope_name(*s)).collect::<Vec<_>>());
+    let mut names: Vec<&str> = scope.iter().map(|s| scope_name(*s)).collect();
+    let listed = values.list(SCOPE);
+    if perf.cuda_graph_scope.is_none() && listed.len() > 1 && listed.iter().any(|n| *n == FULL) {
+        // R23 refuses it.
+        names.push(FULL);
+    }
+    values.set(SCOPE, names);
     for key in TRACKERS {
         values.set(key, tracker);
     }

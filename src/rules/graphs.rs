@@ -204,6 +204,16 @@ pub const RULES: &[Rule] = &[
         },
     },
     Rule {
+        id: "R23",
+        wrong: "model.cuda_graph_scope: the older word `full` beside other names",
+        remedy: "Leave the list empty for whole layers ([full] alone means that), or take `full` out of it.",
+        broken: |e| {
+            when(e.values.list("model.cuda_graph_scope").iter().any(|name| *name == "full"), || {
+                "model.cuda_graph_scope names `full`, each whole layer, and parts of layers too".into()
+            })
+        },
+    },
+    Rule {
         id: "R25",
         wrong: "CPU offloading of activations together with graphs",
         remedy: "Leave -ol out (or -ol 0, where the recipe offloads), or take --cuda_graph_impl none.",

@@ -72,7 +72,16 @@ pub const COERCIONS: &[(&str, &str)] = &[
         "R10",
         "transformer_engine without a scope: the recipe's, else each whole layer (notice whole_layer_capture)",
     ),
-    ("R14", "full-iteration capture is spelled local + full_iteration"),
+    (
+        "R14",
+        "full-iteration capture is spelled local + full_iteration: one graph of every micro-batch's forward and backward; \
+         token generation, gradient norm and optimizer stay outside (newer Megatron-Core calls other things local too)",
+    ),
+    (
+        "R22",
+        "the older keys enable_cuda_graph and external_cuda_graph are refused: model.cuda_graph_impl says local or \
+         transformer_engine",
+    ),
     ("R15", "NaN checks are off unless an override switches them on"),
     ("R16", "-rl: full recompute by blocks; --recompute_modules replaces the recipe's recompute as a whole"),
     ("R17", "-ol N: activations of N layers go to the CPU; 0 switches it off"),
