@@ -30,7 +30,7 @@ pub enum Scope {
 
 impl Scope {
     /// The harness's spelling.
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Scope::FullIteration => "full_iteration",
             Scope::Attn => "attn",

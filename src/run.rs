@@ -3,10 +3,10 @@
 use crate::args::{Args, DeviceChoice, Format};
 use crate::capture::{self, RunPlan};
 use crate::commands::{self, Usage, broken_pipe, complain};
-use crate::config::{GraphImpl, RunConfig};
+use crate::config::RunConfig;
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::inject::{Inject, Kind};
-use crate::device::{Arm, DeviceError, DeviceInfo, Executor};
+use crate::device::{DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
 use crate::measure::outcome::FinalCheck;
 use crate::measure::{self, Hooks, Options, Status};
@@ -17,7 +17,7 @@ use crate::program::Program;
 use crate::ranks::launch::Start;
 use crate::recipe::Catalogue;
 use crate::report::xlsx::Book;
-use crate::report::{Row, RunFacts, Target, Terminal, Writer, file, run_id, summary};
+use crate::report::{Row, RunFacts, Terminal, Writer, file, run_id, summary};
 use crate::workloads::{self, share::RankShare, shrink};
 use crate::{dump, report_files, sweep};
 use serde_json::{Value, json};
@@ -37,6 +37,7 @@ mod open;
 mod profile;
 mod ranks;
 mod scopes;
+mod settings;
 mod threads;
 
 use asked::{dry_run, list_variants};
@@ -44,6 +45,7 @@ use beside::{extrapolation, side_points, watchdog};
 use facts::{add_device, facts, run_line};
 use interrupt::Interrupt;
 use open::{check_spin, choose_device, faults, open_device};
+use settings::{given, options, target};
 
 /// Runs a command line; returns the exit code.
 ///
@@ -327,12 +329,6 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     })
 }
 
-fn target(resolved: &Resolved, args: &Args) -> Target {
-    let i = &resolved.config.identity;
-    let output = args.mbperf.output.as_ref().and_then(|p| p.to_str());
-    Target::new(output, &i.recipe, &i.gpu, &i.recipe_dtype)
-}
-
 /// A fault that was asked for and shows in no result must not be taken for one that was found harmless.
 fn say_unseen(fault: &Inject, outcome: &measure::Outcome) {
     if !fault.happened() {
@@ -469,41 +465,6 @@ fn plan(cfg: &RunConfig, keep_routing: bool, comm: CommModel) -> anyhow::Result<
     hold(&mut program, comm);
     dropped::keep(cfg, &mut program);
     Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
-}
-
-fn given(args: &Args) -> shrink::Given {
-    shrink::Given {
-        layers: args.general.num_layers.is_some(),
-        hidden: args.general.hidden_size.is_some(),
-        sequence: args.training.seq_length.is_some(),
-        vocabulary: args.data.vocab_size.is_some(),
-        experts: args.general.num_moe_experts.is_some(),
-    }
-}
-
-fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options {
-    let own = &args.mbperf;
-    let (max_time_s, longest_time_s) = Options::times(own.max_time, on_gpu);
-    Options {
-        max_time_s,
-        longest_time_s,
-        margin: own.margin,
-        equality_steps: own.equality_steps.and_then(|n| usize::try_from(n).ok()),
-        warmup_steps: resolved.config.graph.warmup_steps,
-        max_steps: resolved.max_steps,
-        graph: resolved.config.graph.implementation != GraphImpl::None,
-        aa: own.aa.map(|a| match a {
-            crate::args::Arm::Eager => Arm::Eager,
-            crate::args::Arm::Graph => Arm::Graph,
-        }),
-        alone: None,
-        busy: on_gpu && !own.no_samplers,
-        profile: own.profile,
-        host_costs: None,
-        samplers: !own.no_samplers,
-        block_steps: own.block_steps.map(|n| n as usize),
-        device_spin: own.spin_percent.map_or(0.0, |percent| percent / 100.0),
-    }
 }
 
 /// A run that failed before its first step still leaves its rows.

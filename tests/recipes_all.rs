@@ -6,7 +6,7 @@
 //! the model's. `MBPERF_BLESS=1 cargo test --test all recipes_all` writes the outcomes anew: read the difference.
 
 use crate::common::{catalogue, model_flops::model_flops};
-use mbperf::args::{self, Command, impl_name, scope_name};
+use mbperf::args::{self, Command, impl_name};
 use mbperf::overrides::{Resolved, UsageError, resolve};
 use mbperf::program::Program;
 use mbperf::recipe::Recipe;
@@ -85,7 +85,7 @@ fn judge(recipe: &Recipe, expected: &[&str]) -> Result<String, String> {
     let own = resolved(&line);
     if let Ok(r) = &own {
         let graph = &r.config.graph;
-        let mut scope: Vec<&str> = graph.scope.iter().map(|s| scope_name(*s)).collect();
+        let mut scope: Vec<&str> = graph.scope.iter().map(|s| s.name()).collect();
         scope.sort_unstable();
         let effective = [impl_name(graph.implementation), &scope.join("+")];
         if effective != expected[1..FACTS] {

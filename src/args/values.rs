@@ -13,24 +13,22 @@ pub const GRAPH_IMPLS: [(&str, GraphImpl); 3] = [
 ];
 
 /// Every scope name, as `--cuda_graph_scope` takes it.
-pub const SCOPES: [(&str, Scope); 7] = [
-    ("full_iteration", Scope::FullIteration),
-    ("attn", Scope::Attn),
-    ("mlp", Scope::Mlp),
-    ("moe", Scope::Moe),
-    ("moe_router", Scope::MoeRouter),
-    ("moe_preprocess", Scope::MoePreprocess),
-    ("mamba", Scope::Mamba),
-];
+pub const SCOPES: [(&str, Scope); 7] = {
+    use Scope::{Attn, FullIteration, Mamba, Mlp, Moe, MoePreprocess, MoeRouter};
+    [
+        (FullIteration.name(), FullIteration),
+        (Attn.name(), Attn),
+        (Mlp.name(), Mlp),
+        (Moe.name(), Moe),
+        (MoeRouter.name(), MoeRouter),
+        (MoePreprocess.name(), MoePreprocess),
+        (Mamba.name(), Mamba),
+    ]
+};
 
 /// The harness's spelling of an implementation.
 pub fn impl_name(value: GraphImpl) -> &'static str {
     GRAPH_IMPLS.iter().find(|(_, v)| *v == value).map_or("none", |(name, _)| name)
-}
-
-/// The harness's spelling of a scope.
-pub fn scope_name(value: Scope) -> &'static str {
-    value.name()
 }
 
 /// The name among `names` that a misspelt one was probably meant to be.

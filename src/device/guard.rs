@@ -204,6 +204,9 @@ impl Executor for Guarded {
             ..health
         }
     }
+    fn set_drained(&mut self, on: bool) -> bool {
+        self.inner.set_drained(on)
+    }
     fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
         self.inner.set_host_costs(costs)
     }
@@ -309,6 +312,18 @@ mod tests {
                 hang_message(seen, limit).contains(&format!("phase {seen} did not come back within 0.3 s"))
             );
         }
+    }
+
+    #[test]
+    fn what_the_guarded_device_can_do_is_asked_of_it() {
+        let open = || -> Result<Box<dyn Executor>, DeviceError> {
+            Ok(Box::new(FakeExecutor::script().queue_ms(5.0).build()))
+        };
+        let mut guarded = Guarded::open(Beat::default(), None, open).unwrap();
+        let interrupt = AtomicBool::new(false);
+        let hooks = Hooks { interrupt: &interrupt, progress: &mut Silent, sink: &mut NoSteps };
+        let outcome = run(&mut guarded, &Options { max_time_s: 4.0, ..Options::default() }, hooks);
+        assert!(outcome.arms.iter().all(|a| a.host_issue_ms.is_some()), "{:?}", outcome.arms);
     }
 
     #[test]

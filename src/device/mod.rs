@@ -275,10 +275,9 @@ pub trait Executor {
     }
 
     /// From the next step on, whether the launch queue is kept from filling: the device is waited for in the middle of
-    /// a step, and `wait_ms` holds the waits. False: this device has no queue, and nothing changes.
-    fn set_drained(&mut self, _on: bool) -> bool {
-        false
-    }
+    /// a step, and `wait_ms` holds the waits. False: this device has no queue, and nothing changes. No default:
+    /// a wrapper that does not pass it on would say so for any device.
+    fn set_drained(&mut self, on: bool) -> bool;
 
     /// Device memory that this executor holds beyond what was free when it opened the device, in MiB: both arms,
     /// kernels, graphs. `None`: not known, or not ours alone.

@@ -393,10 +393,9 @@ impl<'a> Session<'a> {
     fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<f64, Stop> {
         let (side, pacing, steady) = (due.side, due.pacing, due.phase == Phase::Steady);
         let health = if steady { self.sample() } else { Health::default() };
-        let behind = due.behind;
         let done = self.finish(due, since_ms)?;
         if steady {
-            let wall_ms_median = done.wall_ms(pacing.runs_ahead(), behind, since_ms);
+            let wall_ms_median = self.steps.last().map_or(f64::NAN, |s| s.wall_ms);
             let block =
                 BlockRecord { side, pacing, wall_ms_median, half_change: None, steady_steps: 1, health };
             self.blocks.push(block);

@@ -2,7 +2,7 @@
 //! notices that go with it.
 
 use super::Notice;
-use crate::args::{Args, GRAPH_IMPLS, SCOPES, impl_name, scope_name};
+use crate::args::{Args, GRAPH_IMPLS, SCOPES, impl_name};
 use crate::config::{GraphImpl, Scope};
 use crate::rules::{Effective, Values};
 use std::collections::BTreeSet;
@@ -47,7 +47,7 @@ pub fn coerce(
     scope.sort_unstable();
     scope.dedup();
     if scope.len() < given {
-        let names: Vec<&str> = scope.iter().map(|s| scope_name(*s)).collect();
+        let names: Vec<&str> = scope.iter().map(|s| s.name()).collect();
         notices.push(Notice::new(
             "duplicate_scope",
             format!("--cuda_graph_scope: a repeated name is kept once: {}", names.join(",")),
@@ -100,9 +100,9 @@ pub fn coerce(
         tracker = true;
     }
     values.set(IMPL, impl_name(implementation));
-    let mut names: Vec<&str> = scope.iter().map(|s| scope_name(*s)).collect();
+    let mut names: Vec<&str> = scope.iter().map(|s| s.name()).collect();
     let listed = values.list(SCOPE);
-    if perf.cuda_graph_scope.is_none() && listed.len() > 1 && listed.iter().any(|n| *n == FULL) {
+    if perf.cuda_graph_scope.is_none() && listed.len() > 1 && listed.contains(&FULL) {
         // R23 refuses it.
         names.push(FULL);
     }
@@ -121,8 +121,7 @@ pub fn notices(e: &Effective, notices: &mut Vec<Notice>) {
     }
     if e.te() {
         for scope in e.scope.iter().filter(|s| e.layers_of(**s) == 0) {
-            let text =
-                format!("--cuda_graph_scope {}: no layer of {} has this part", scope_name(*scope), e.recipe);
+            let text = format!("--cuda_graph_scope {}: no layer of {} has this part", scope.name(), e.recipe);
             notices.push(Notice::new("scope_matches_no_layer", text));
         }
     }

@@ -6,7 +6,7 @@ mod build;
 mod graphs;
 mod layers;
 
-use crate::args::{Args, impl_name, scope_name};
+use crate::args::{Args, impl_name};
 use crate::config::RunConfig;
 use crate::features;
 use crate::keys::KeyError;
@@ -155,7 +155,7 @@ fn shortened_pipeline(cfg: &RunConfig) -> Option<Notice> {
 /// The head of `--dryrun --format json`; the program is added by the caller.
 pub fn dryrun_head(resolved: &Resolved) -> Map<String, Value> {
     let graph = &resolved.config.graph;
-    let scope: Vec<&str> = graph.scope.iter().map(|s| scope_name(*s)).collect();
+    let scope: Vec<&str> = graph.scope.iter().map(|s| s.name()).collect();
     let mut head = Map::new();
     head.insert("recipe".into(), json!(resolved.recipe.function));
     head.insert("cuda_graph_impl".into(), json!(impl_name(graph.implementation)));

@@ -45,11 +45,18 @@ pub fn serve(
     Ok(false)
 }
 
+/// A step in flight: whether it is of run-ahead, and whether the one before was in flight when it was submitted.
+#[derive(Debug)]
+struct Step {
+    submitted: Submitted,
+    ahead: bool,
+    behind: bool,
+}
+
 /// Steps in flight between commands.
 #[derive(Debug, Default)]
 struct Flying {
-    /// Each with whether it is of run-ahead, and whether the one before was in flight when it was submitted.
-    steps: VecDeque<(Submitted, bool, bool)>,
+    steps: VecDeque<Step>,
     /// When the wall time of the next step to finish began.
     since_ms: f64,
 }
@@ -70,7 +77,7 @@ impl Flying {
                 self.since_ms = executor.now_ms();
             }
             let submitted = executor.submit(steps.arm)?;
-            self.steps.push_back((submitted, steps.ahead, behind));
+            self.steps.push_back(Step { submitted, ahead: steps.ahead, behind });
             while self.steps.len() > most {
                 seen.extend(self.finish(executor)?);
             }
@@ -82,7 +89,7 @@ impl Flying {
     }
 
     fn finish(&mut self, executor: &mut dyn Executor) -> Result<Option<RankStep>, DeviceError> {
-        let Some((submitted, ahead, behind)) = self.steps.pop_front() else { return Ok(None) };
+        let Some(Step { submitted, ahead, behind }) = self.steps.pop_front() else { return Ok(None) };
         let done = executor.wait(submitted)?;
         if let Some(fault) = done.fault {
             return Err(DeviceError::Invalid(fault.into()));

@@ -124,6 +124,9 @@ impl Executor for Leading {
     fn health(&mut self) -> Health {
         self.inner.health()
     }
+    fn set_drained(&mut self, on: bool) -> bool {
+        self.inner.set_drained(on)
+    }
     fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
         self.all(Command::HostModel(costs.is_some()), |e| e.set_host_costs(costs)).map(|_| ())
     }

@@ -6,14 +6,15 @@ use std::path::{Path, PathBuf};
 
 use include_dir::{Dir, include_dir};
 use serde::Deserialize;
-use serde_json::Value;
 
 use super::{Catalogue, ISSUES, ModelInfo, Recipe, RecipeError, Values};
 use crate::keys;
 
+mod layers;
 mod strict;
 pub(super) mod words;
 
+use layers::Layers;
 use strict::Settings;
 
 static EMBEDDED: Dir = include_dir!("$CARGO_MANIFEST_DIR/recipes");
@@ -146,16 +147,6 @@ struct Source {
     base: Option<Box<Source>>,
     /// From `--recipes_dir`.
     own: bool,
-}
-
-/// Environment variables stand among the settings as `env.NAME`.
-const ENV: &str = "env.";
-
-/// Values and environment while layers are put on.
-#[derive(Debug, Default)]
-struct Layers {
-    values: Values,
-    env: BTreeMap<String, String>,
 }
 
 pub(super) fn load(recipes_dir: Option<&Path>) -> Result<Catalogue, RecipeError> {
@@ -292,70 +283,6 @@ fn malformed(file: &Path, path: &str, reason: &str) -> RecipeError {
         file: file.to_owned(),
         path: keys::printable(path),
         reason: keys::printable(reason),
-    }
-}
-
-impl Layers {
-    /// Puts one layer on: `prefix` + each key. `at` is the layer's place in the file, for errors.
-    fn put(&mut self, file: &Path, at: &str, prefix: &str, set: &Settings) -> Result<(), RecipeError> {
-        let mut names = BTreeMap::new();
-        for (key, value) in &set.0 {
-            let wrong = |reason: &str| malformed(file, &format!("{at}.{key}"), reason);
-            if let (Some(variable), "") = (key.strip_prefix(ENV), prefix) {
-                match value {
-                    Value::Null => self.env.remove(variable),
-                    Value::String(s) => self.env.insert(variable.to_owned(), s.clone()),
-                    Value::Number(n) => self.env.insert(variable.to_owned(), n.to_string()),
-                    _ => return Err(wrong("an environment variable is text, a number, or null to unset it")),
-                };
-                continue;
-            }
-            let row = keys::find(&format!("{prefix}{key}")).map_err(|e| wrong(&e.to_string()))?;
-            if let Some(other) = names.insert(row.name, key) {
-                return Err(wrong(&format!("it is another spelling of `{other}`, which is stated too")));
-            }
-            let value = keys::canonical_value(row, value).map_err(|e| wrong(&e.to_string()))?;
-            if let Some(what) = keys::out_of_range(row.name, &value) {
-                return Err(wrong(&what));
-            }
-            self.values.insert(row.name.to_owned(), value);
-        }
-        Ok(())
-    }
-
-    fn put_when(&mut self, file: &Path, whens: &[When], entry: &Entry) -> Result<(), RecipeError> {
-        for (i, when) in whens.iter().enumerate() {
-            if entry.meets(when) {
-                self.put(file, &format!("when[{i}].set"), "", &when.set)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// A user's file that names one of the two sequence lengths means both, as on the command line. Built-in recipes keep
-    /// theirs as upstream has them, unlike ones too.
-    fn one_length(&mut self, file: &ModelFile, entry: &Entry) {
-        let architecture = file.architecture.as_ref().is_some_and(|a| a.0.contains_key("seq_length"));
-        let whens = file.when.iter().filter(|w| entry.meets(w)).map(|w| &w.set);
-        let sets: Vec<&Settings> = [&file.settings, &entry.set].into_iter().chain(whens).collect();
-        let states = |key: &str| sets.iter().any(|s| s.0.contains_key(key));
-        let (model, data) = ("model.seq_length", "dataset.seq_length");
-        let (from, to) = match (architecture || states(model), states(data)) {
-            (true, false) => (model, data),
-            (false, true) => (data, model),
-            _ => return,
-        };
-        if let Some(length) = self.values.get(from).cloned() {
-            self.values.insert(to.to_owned(), length);
-        }
-    }
-
-    fn put_file(&mut self, source: &Source, entry: &Entry) -> Result<(), RecipeError> {
-        if let Some(base) = &source.base {
-            self.put_file(base, entry)?;
-        }
-        self.put(&source.path, "settings", "", &source.file.settings)?;
-        self.put_when(&source.path, &source.file.when, entry)
     }
 }
 

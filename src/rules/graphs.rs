@@ -1,14 +1,13 @@
 //! Rules about implementation, scope, and what may lie in a graph.
 
 use super::Rule;
-use crate::args::scope_name;
 use crate::config::{GraphImpl, LayerKind, Scope};
 
 /// Blackwell and later, for which upstream's `local` exempts expandable segments (sm_100 on).
 const BEFORE_SM_100: [&str; 1] = ["h100"];
 
 fn names(scope: &[Scope]) -> String {
-    scope.iter().map(|s| scope_name(*s)).collect::<Vec<_>>().join(",")
+    scope.iter().map(|s| s.name()).collect::<Vec<_>>().join(",")
 }
 
 /// `Some(text)` if the condition holds: a broken rule.
@@ -208,7 +207,7 @@ pub const RULES: &[Rule] = &[
         wrong: "model.cuda_graph_scope: the older word `full` beside other names",
         remedy: "Leave the list empty for whole layers ([full] alone means that), or take `full` out of it.",
         broken: |e| {
-            when(e.values.list("model.cuda_graph_scope").iter().any(|name| *name == "full"), || {
+            when(e.values.list("model.cuda_graph_scope").contains(&"full"), || {
                 "model.cuda_graph_scope names `full`, each whole layer, and parts of layers too".into()
             })
         },

@@ -1,7 +1,7 @@
 //! What rows and the runs file say of a run beside its measurement.
 
 use super::scopes;
-use crate::args::{Args, impl_name, scope_name};
+use crate::args::{Args, impl_name};
 use crate::capture::RunPlan;
 use crate::config::Routing;
 use crate::device::DeviceInfo;
@@ -58,7 +58,7 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
         overlap_wgrad: cfg.overlap_wgrad,
         seed: cfg.seed,
         cuda_graph_impl: impl_name(cfg.graph.implementation).into(),
-        cuda_graph_scope: cfg.graph.scope.iter().map(|s| scope_name(*s).to_string()).collect(),
+        cuda_graph_scope: cfg.graph.scope.iter().map(|s| s.name().to_string()).collect(),
         te_rng_tracker: cfg.graph.te_rng_tracker,
         captured_layers: share.as_ref().map_or(String::new(), |s| s.captured_layers(&cfg.graph)),
         moe_routing: cfg.model.moe.as_ref().map(|m| match m.routing {

@@ -2,7 +2,7 @@
 
 use super::interrupt::Interrupt;
 use super::{check, one, plan, say, say_notices, usage};
-use crate::args::{Args, ScopeList, impl_name, scope_name};
+use crate::args::{Args, ScopeList, impl_name};
 use crate::capture::RunPlan;
 use crate::config::{GraphImpl, Scope};
 use crate::overrides::{self, Resolved};
@@ -58,7 +58,7 @@ fn with_scope(args: &Args, implementation: GraphImpl, scope: &[Scope]) -> Args {
         own.overrides.push(whole.clone());
         own.argv.push(whole);
     } else {
-        let names: Vec<&str> = scope.iter().map(|s| scope_name(*s)).collect();
+        let names: Vec<&str> = scope.iter().map(|s| s.name()).collect();
         own.argv.extend(["--cuda_graph_scope".into(), names.join(",")]);
         own.performance.cuda_graph_scope = Some(ScopeList(scope.to_vec()));
     }
@@ -102,7 +102,7 @@ fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
         if !held.contains(&true) || !seen.insert((graph.implementation == Local, held)) {
             continue;
         }
-        let names: Vec<&str> = graph.scope.iter().map(|s| scope_name(*s)).collect();
+        let names: Vec<&str> = graph.scope.iter().map(|s| s.name()).collect();
         let scope = if names.is_empty() { "whole layer".to_owned() } else { names.join(",") };
         jobs.push(Job { args: own, resolved, scope, captured: share });
     }

@@ -63,7 +63,9 @@ fn of_real_steps(log: &mut Log, options: &CudaOptions) {
     for line in STEPS {
         match steps::whole(line) {
             Ok(program) => {
-                let fits = |op: &Arc<dyn Op>| op.bytes() <= MOST_BYTES && op.flops() <= MOST_FLOPS;
+                // All arguments are held and converted, also those that the op touches a few rows of.
+                let held = |op: &Arc<dyn Op>| op.args().iter().map(|a| a.bytes() as f64).sum::<f64>();
+                let fits = |op: &Arc<dyn Op>| held(op) <= MOST_BYTES && op.flops() <= MOST_FLOPS;
                 for op in program.launches.into_iter().map(|l| l.op).filter(fits) {
                     by_name.entry(op.name()).or_default().insert(format!("{op:?}"), op);
                 }

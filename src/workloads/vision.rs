@@ -118,18 +118,10 @@ impl Stack<'_> {
         Some(Tower { v, images, patches, tokens, width: self.cfg.model.hidden_size })
     }
 
-    /// What a tower of a user's recipe may not have.
+    /// What a tower of a user's recipe may not have; sizes were judged when the file was loaded (`keys::ranges`).
     fn check_tower(&self, t: &Tower) -> Result<(), WorkloadError> {
-        let (v, side) = (&t.v, t.v.side);
+        let v = &t.v;
         let wrong = |what: String| Err(WorkloadError::Unsupported(format!("model.vision: {what}")));
-        if side == 0 || side % 2 != 0 {
-            return wrong(format!(
-                "an image is {side} patches wide, and 2 x 2 are merged: choose a patch_size that gives an even number"
-            ));
-        }
-        if v.num_heads == 0 || v.hidden_size % v.num_heads != 0 {
-            return wrong(format!("num_heads {} does not divide hidden_size {}", v.num_heads, v.hidden_size));
-        }
         if v.deepstack.windows(2).any(|w| w[0] >= w[1]) || v.deepstack.last().is_some_and(|b| *b >= v.depth) {
             return wrong(format!(
                 "deepstack_visual_indexes {:?} must rise and stay below depth {}",

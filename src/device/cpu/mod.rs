@@ -268,6 +268,10 @@ impl Executor for CpuExecutor {
             (p.memory.persistent_bytes + p.memory.arena_bytes + host) as u64
         })
     }
+    fn set_drained(&mut self, _on: bool) -> bool {
+        false
+    }
+
     fn now_ms(&self) -> f64 {
         self.start.elapsed().as_secs_f64() * 1e3
     }

@@ -106,6 +106,10 @@ impl<E: Executor> Executor for Injected<E> {
         self.inner.planned_bytes(arm)
     }
 
+    fn set_drained(&mut self, on: bool) -> bool {
+        self.inner.set_drained(on)
+    }
+
     fn now_ms(&self) -> f64 {
         self.inner.now_ms()
     }

@@ -3,12 +3,13 @@
 #define THREADS 512
 #define EXPERTS (RANKS * LOCAL)
 #define N (EXPERTS + 1)
+// Whole 16-byte vectors: the compiler reads the sum over bins in vectors, beyond the last one too.
+#define BINS ((EXPERTS + 3) / 4 * 4)
 
 // all [RANKS*N] -> plan [2*N]: own offsets, offsets of what is received by (rank, local expert); or zeros and fault = 1
 // when a rank would receive more than `rows`.
 extern "C" __global__ void __launch_bounds__(THREADS) row_plan(const int* all, int* plan, int* fault, int rows) {
-    // Whole 16-byte vectors: the compiler reads the sum below in vectors, beyond the last bin too.
-    __shared__ int received[(EXPERTS + 3) / 4 * 4];
+    __shared__ int received[BINS];
     __shared__ int over;
     const int tid = threadIdx.x;
     if (tid == 0) over = 0;
@@ -19,13 +20,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_plan(const int* all, i
         for (int from = 0; from < RANKS; ++from) sum += all[from * N + (to + 1) * LOCAL] - all[from * N + to * LOCAL];
         if (sum > rows) over = 1;
     }
-    for (int b = tid; b < (EXPERTS + 3) / 4 * 4; b += THREADS) {
-        if (b >= EXPERTS) {
-            received[b] = 0;
-            continue;
-        }
+    for (int b = tid; b < BINS; b += THREADS) {
         const int at = (b / LOCAL) * N + OWN * LOCAL + b % LOCAL;
-        received[b] = all[at + 1] - all[at];
+        received[b] = b < EXPERTS ? all[at + 1] - all[at] : 0;
     }
     __syncthreads();
     if (over) {
