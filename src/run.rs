@@ -28,7 +28,6 @@ use std::sync::{Arc, Mutex};
 
 mod asked;
 mod beside;
-mod dropped;
 mod facts;
 pub(crate) mod files;
 mod in_turn;
@@ -38,6 +37,7 @@ mod profile;
 mod ranks;
 mod scopes;
 mod settings;
+mod tally;
 mod threads;
 
 use asked::{dry_run, list_variants};
@@ -233,8 +233,9 @@ fn one(
             writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
             let hooks = Hooks { interrupt: interrupt.flag(), progress: &mut terminal, sink: &mut writer };
             outcome = Some(measure::run(executor, &options, hooks));
-            if let Some((over, under)) = dropped::count(&resolved.config, &plan.eager.program, executor) {
-                (facts.tokens_dropped, facts.tokens_padded) = (Some(over), Some(under));
+            if let Some(found) = tally::read(&plan.eager.program, executor) {
+                facts.tokens_routed = Some(found.routed);
+                (facts.tokens_dropped, facts.tokens_padded) = (Some(found.dropped), Some(found.padded));
             }
         }
         if outcome.as_ref().is_none_or(|o| in_turn::failed_so(args, &plan, o)) {
@@ -463,7 +464,6 @@ fn plan(cfg: &RunConfig, keep_routing: bool, comm: CommModel) -> anyhow::Result<
         dump::keep_routing(&mut program);
     }
     hold(&mut program, comm);
-    dropped::keep(cfg, &mut program);
     Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
 }
 

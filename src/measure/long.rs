@@ -28,10 +28,11 @@ pub(super) fn applies(step_ms: &[f64], min_block_ms: f64) -> bool {
         && step_ms.iter().any(|ms| *ms >= LONG_STEP_MS)
 }
 
-/// Whether the host needs little of a step's time in every arm, by its last step.
-fn device_bound(session: &Session, sides: &[Arm]) -> bool {
+/// Whether the host needs little of a step's time in every arm, by the last step that met an idle device: behind
+/// another one the host may have waited in a full queue.
+pub(super) fn device_bound(session: &Session, sides: &[Arm]) -> bool {
     sides.iter().all(|arm| {
-        let last = session.steps.iter().rev().find(|s| s.arm == *arm);
+        let last = session.steps.iter().rev().find(|s| s.arm == *arm && s.pacing == Pacing::Sync);
         last.is_some_and(|s| s.submit_ms + s.wait_ms + s.modelled_ms < DEVICE_BOUND * s.wall_ms)
     })
 }

@@ -309,8 +309,51 @@ impl<'a> Session<'a> {
             self.flush()?;
             return Ok(stats::median(&walls).unwrap_or(f64::NAN));
         }
-        let counted: Vec<f64> =
-            block.iter().filter(|s| s.phase == Phase::Steady).map(|s| s.wall_ms).collect();
+        let block = self.block_record(first, side, pacing, health);
+        let wall_ms_median = block.wall_ms_median;
+        self.blocks.push(block);
+        self.flush()?;
+        Ok(wall_ms_median)
+    }
+
+    /// One block of each side, of `timed` steps that count, step by step in turn: AB, BA, AB, ... A power cap moves the
+    /// clock by several percent within 50 ms (measured on an H200), which blocks one after the other see as a difference
+    /// of the arms and neighbouring steps do not. A turn begins with a step that does not count, and runs ahead of the
+    /// other side's last one: only for arms that the device limits, as a host that is behind would catch up in it.
+    pub fn pair(&mut self, order: [(usize, Arm); 2], timed: usize, pacing: Pacing) -> Result<(), Stop> {
+        let number = self.blocks_begun;
+        self.blocks_begun += order.len();
+        let first = self.steps.len();
+        let mut ahead: Option<Flight> = None;
+        let mut since = self.executor.now_ms();
+        for (at, phase) in turns(timed) {
+            if let Err(stop) = self.check_interrupt() {
+                if let Some(flight) = ahead.take() {
+                    self.finish(flight, since)?;
+                }
+                return Err(stop);
+            }
+            let (side, arm) = order[at];
+            let flight = self.submit(side, arm, Some(number + at), phase, pacing, ahead.is_some())?;
+            if let Some(due) = ahead.replace(flight) {
+                since = self.finish(due, since)?.done_at_ms;
+            }
+        }
+        let health = self.sample();
+        if let Some(last) = ahead {
+            self.finish(last, since)?;
+        }
+        for (side, _) in order {
+            let block = self.block_record(first, side, pacing, health.clone());
+            self.blocks.push(block);
+        }
+        self.flush()
+    }
+
+    /// The block that the steady steps of `side` from `first` on are.
+    fn block_record(&self, first: usize, side: usize, pacing: Pacing, health: Health) -> BlockRecord {
+        let counts = |s: &&StepRecord| s.side == side && s.phase == Phase::Steady;
+        let counted: Vec<f64> = self.steps[first..].iter().filter(counts).map(|s| s.wall_ms).collect();
         let wall_ms_median = stats::median(&counted).unwrap_or(f64::NAN);
         let (early, late) = counted.split_at(counted.len() / 2);
         let half_change = match (stats::median(early), stats::median(late)) {
@@ -318,9 +361,7 @@ impl<'a> Session<'a> {
             _ => None,
         };
         let steady_steps = counted.len();
-        self.blocks.push(BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, health });
-        self.flush()?;
-        Ok(wall_ms_median)
+        BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, health }
     }
 
     /// Blocks of one timed step of one arm, one after the other, after a first step that does not count; see
@@ -402,6 +443,20 @@ impl<'a> Session<'a> {
         }
         Ok(done.done_at_ms)
     }
+}
+
+/// The steps of [`Session::pair`]: which of the two sides, and whether it counts. The last drains the queue.
+fn turns(timed: usize) -> Vec<(usize, Phase)> {
+    let mut steps = Vec::new();
+    let mut side = None;
+    for turn in (0..timed).flat_map(|round| if round % 2 == 0 { [0, 1] } else { [1, 0] }) {
+        if side.replace(turn) != Some(turn) {
+            steps.push((turn, Phase::Switch));
+        }
+        steps.push((turn, Phase::Steady));
+    }
+    steps.extend(side.map(|last| (last, Phase::Switch)));
+    steps
 }
 
 /// A step in flight and when its wall time began.

@@ -61,7 +61,7 @@ fn run_ahead_blocks(outcome: &Outcome) -> Vec<usize> {
 #[test]
 fn scripted_times_give_exact_statistics() {
     let script = FakeExecutor::script().eager(Times::new(10.0)).graph(Times::new(8.0)).busy_ms(6.0);
-    let outcome = measure_script(script, &quick());
+    let outcome = measure_script(script, &Options { max_time_s: 6.0, ..quick() });
     assert_eq!(outcome.status.exit_code(), 0);
     let [eager, graph] = &outcome.arms[..] else { panic!("two arms") };
     let near = |value: Option<f64>, expected: f64| (value.unwrap() - expected).abs() < 1e-9;
@@ -131,20 +131,25 @@ fn a_host_that_sees_ends_late_does_not_change_the_step_time() {
     }
 }
 
+/// Run-ahead steps that belong to blocks.
+fn in_blocks(outcome: &Outcome) -> Vec<&StepRecord> {
+    let timed = |s: &&StepRecord| {
+        s.pacing == Pacing::RunAhead && matches!(s.phase, Phase::Switch | Phase::Steady) && s.block.is_some()
+    };
+    outcome.steps.iter().filter(timed).collect()
+}
+
 #[test]
 fn blocks_run_abba_and_every_block_drops_its_edges() {
-    let outcome = measure_script(FakeExecutor::script(), &quick());
+    // An arm that the host limits is not interleaved.
+    let script = FakeExecutor::script().eager(Times::new(10.0).submit_ms(6.0));
+    let outcome = measure_script(script, &quick());
     let order = run_ahead_blocks(&outcome);
     assert!(order.len() >= 40);
     for (i, quad) in order.chunks_exact(4).enumerate() {
         assert_eq!(quad, [0, 1, 1, 0], "round {i}");
     }
-    let timed: Vec<_> = outcome
-        .steps
-        .iter()
-        .filter(|s| s.pacing == Pacing::RunAhead && matches!(s.phase, Phase::Switch | Phase::Steady))
-        .collect();
-    for block in timed.chunk_by(|a, b| a.block == b.block) {
+    for block in in_blocks(&outcome).chunk_by(|a, b| a.block == b.block) {
         assert_eq!(block[0].phase, Phase::Switch);
         assert_eq!(block[block.len() - 1].phase, Phase::Switch);
         let steady = &block[1..block.len() - 1];
@@ -154,14 +159,71 @@ fn blocks_run_abba_and_every_block_drops_its_edges() {
 }
 
 #[test]
+fn blocks_of_arms_that_the_device_limits_are_interleaved() {
+    let outcome = measure_script(FakeExecutor::script(), &quick());
+    for (i, quad) in run_ahead_blocks(&outcome).chunks_exact(4).enumerate() {
+        assert_eq!(quad, [0, 1, 1, 0], "round {i}");
+    }
+    // 50 ms of 8 ms are 7 steps; half of them.
+    assert!(outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 4));
+    let steps = in_blocks(&outcome);
+    let own_ms = |side| if side == 0 { 10.0 } else { 8.0 };
+    for (i, pair) in steps.chunk_by(|a, b| a.block.unwrap() / 2 == b.block.unwrap() / 2).enumerate() {
+        let letters: String = pair
+            .iter()
+            .map(|s| match (s.side, s.phase) {
+                (0, Phase::Steady) => 'A',
+                (1, Phase::Steady) => 'B',
+                (0, _) => 'a',
+                _ => 'b',
+            })
+            .collect();
+        let expected = ["aAbBBaAAbBBaAa", "bBaAAbBBaAAbBb"][i % 2];
+        assert_eq!(letters, expected, "pair {i}");
+        assert!(pair.iter().all(|s| (s.wall_ms - own_ms(s.side)).abs() < 1e-6), "pair {i}: {pair:?}");
+    }
+}
+
+/// A clock that wanders within 50 ms by more than the interval is to be wide: seen by blocks one after the other, not by
+/// steps side by side.
+#[test]
+fn a_fast_wander_of_the_clock_does_not_widen_the_interval() {
+    // Half-width, and how many intervals hold the truth.
+    let seen = |submit_ms: f64| {
+        let times = |seed| Times::new(5.0).submit_ms(submit_ms).noise(Noise::seeded(seed).white(0.003));
+        let options = Options { aa: Some(Arm::Graph), max_time_s: 2.0, longest_time_s: None, ..quick() };
+        let intervals: Vec<(f64, f64)> = (1..=RUNS)
+            .map(|seed| {
+                // Half of a deviation is left after 35 ms.
+                let clock = Noise::seeded(seed + 3000).autocorrelated(0.02, 0.9);
+                let script = FakeExecutor::script().without_log().eager(times(seed)).noise(clock);
+                let script = script.graph(times(seed + 1000));
+                measure_script(script, &options).speedup_ci95.unwrap()
+            })
+            .collect();
+        let widths: Vec<f64> = intervals.iter().map(|(low, high)| (high - low) / 2.0).collect();
+        let held = intervals.iter().filter(|(low, high)| *low <= 1.0 && *high >= 1.0).count();
+        (stats::median(&widths).unwrap(), held as f64 / RUNS as f64)
+    };
+    const RUNS: u64 = 200;
+    let (apart, interleaved) = (seen(3.0), seen(0.1));
+    assert!(interleaved.0 < 0.005 && apart.0 > 2.5 * interleaved.0, "{apart:?} {interleaved:?}");
+    // 95 % less what 200 runs scatter by (two deviations of 1.5 %).
+    assert!(interleaved.1 >= 0.92, "{interleaved:?}");
+}
+
+#[test]
 fn short_steps_come_in_tens() {
-    let script = FakeExecutor::script().eager(Times::new(4.9)).graph(Times::new(4.9));
-    let outcome = measure_script(script, &quick());
-    // 50 ms of 4.9 ms are 11 timed steps; of 7 ms, 8 (no minimum of ten there).
-    assert!(outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 11));
-    let script = FakeExecutor::script().eager(Times::new(7.0)).graph(Times::new(7.0));
-    let outcome = measure_script(script, &quick());
-    assert!(outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).all(|b| b.steady_steps == 8));
+    let blocks = |step_ms, submit_ms| {
+        let times = || Times::new(step_ms).submit_ms(submit_ms);
+        let outcome = measure_script(FakeExecutor::script().eager(times()).graph(times()), &quick());
+        let steps = outcome.blocks.iter().filter(|b| b.pacing == Pacing::RunAhead).map(|b| b.steady_steps);
+        let steps: std::collections::BTreeSet<usize> = steps.collect();
+        steps.into_iter().collect::<Vec<_>>()
+    };
+    // 50 ms of 4.9 ms are 11 timed steps; of 7 ms, 8 (no minimum of ten there); half of them where interleaved.
+    assert_eq!((blocks(4.9, 3.0), blocks(4.9, 0.1)), (vec![11], vec![6]));
+    assert_eq!((blocks(7.0, 4.0), blocks(7.0, 0.1)), (vec![8], vec![4]));
 }
 
 #[test]

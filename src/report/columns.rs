@@ -328,9 +328,9 @@ columns! {
     pp_rank Int r => r.facts.pp_rank, "Pipeline rank that was run.";
     stack_only Bool r => r.facts.stack_only, "Whether the layer stack alone was run.";
     overlap_wgrad Bool r => r.facts.overlap_wgrad, "Whether weight gradients ran on a stream of their own.";
-    tokens_routed Int r => r.facts.tokens_routed, "Rows that the router sent to experts in a step, equal in both arms.";
-    tokens_padded Int r => r.facts.tokens_padded, "Rows added as padding by a capacity factor, in the last micro-batch that ran, over this rank's layers.";
-    tokens_dropped Int r => r.facts.tokens_dropped, "Rows dropped by a capacity factor, in the last micro-batch that ran, over this rank's layers.";
+    tokens_routed Int r => r.facts.tokens_routed, "Token choices that the routers sent to this rank's experts in the last step that ran, over its layers and micro-batches; the arms are compared on it.";
+    tokens_padded Int r => r.facts.tokens_padded, "Rows of that step that a capacity factor added as padding; the arms are compared on it.";
+    tokens_dropped Int r => r.facts.tokens_dropped, "Choices of that step that a capacity factor dropped; the arms are compared on it.";
     step_time_ms_p05 Float r => arm(r, |a| a.step_time_ms_p05), "5th percentile of the step time.";
     step_time_ms_p95 Float r => arm(r, |a| a.step_time_ms_p95), "95th percentile of it.";
     blocks Int r => arm(r, |a| Some(a.blocks)), "Blocks of the arm with run-ahead.";

@@ -17,7 +17,9 @@ pub(super) fn facts(resolved: &Resolved, plan: &RunPlan, args: &Args) -> RunFact
     let share = RankShare::of(cfg).ok();
     let program = &plan.eager.program;
     let stand_in = program.launches.iter().any(|l| l.op.stand_in());
-    let moe_layers = program.launches.iter().filter(|l| l.op.name() == "moe_sort").count() as u64;
+    // Planned; what the device counts takes its place. Recomputed launches send nothing.
+    let sorts = program.launches.iter().filter(|l| l.op.name() == "moe_sort" && !l.recompute);
+    let moe_layers = sorts.count() as u64;
     let routed = cfg
         .model
         .moe

@@ -26,7 +26,7 @@ use crate::ops::hyper_connection::{
 };
 use crate::ops::mamba_conv::{ConvShape, MambaConvBwd, MambaConvFwd};
 use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
-use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort};
+use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort, Tally};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::output_gate::{GateShape, OutputGateBwd, OutputGateFwd};
 use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, partials};
@@ -561,6 +561,7 @@ fn moe(add: &mut Add) {
         add(Arc::new(CountAdd { experts }));
         add(Arc::new(ExpertBiasUpdate { layers: 3, experts, rate: 1e-3 }));
     }
+    let tally = Tally { micro_batches: 3, stride: 2 };
     for (tokens, topk, experts, modulo, capacity) in [
         (1, 2, 8, true, None),
         (77, 8, 128, false, None),
@@ -572,14 +573,14 @@ fn moe(add: &mut Add) {
             // As many rows as arrive; more, as a rank capacity factor has them; fewer, which is a fault.
             let pairs = tokens * topk;
             for rows in [pairs, pairs * 3 / 2, pairs * 9 / 10] {
-                add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows }));
+                add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity: None, rows, tally }));
             }
             continue;
         };
         for (padded, by_position) in [(true, false), (true, true), (false, false), (false, true)] {
             let capacity = Some(Capacity { rows: most, padded, by_position });
             let rows = if padded { most * experts } else { tokens * topk };
-            add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows }));
+            add(Arc::new(MoeSort { tokens, topk, experts, modulo, capacity, rows, tally }));
         }
     }
     for (rows, in_rows, hidden, div) in [(8, 4, 8, 2), (616, 77, 264, 8), (300, 300, 2048, 1)] {

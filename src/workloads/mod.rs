@@ -32,7 +32,7 @@ pub mod testing;
 mod vision;
 mod weights;
 
-pub use moe::capacity;
+pub use moe::{TALLY, capacity};
 pub use step::build;
 
 use crate::config::{LayerKind, RunConfig};

@@ -11,7 +11,7 @@ mod tests;
 
 pub use chunks::ChunkMap;
 pub use rows::{CombineRows, GatherRows};
-pub use sort::{Capacity, MoeSort};
+pub use sort::{Capacity, MoeSort, Tally};
 
 /// Counters of all bins lie in shared memory, 32 warps of them in the sort.
 pub const MAX_BINS: usize = 512;

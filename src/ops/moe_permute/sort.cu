@@ -55,10 +55,11 @@ extern "C" __global__ void __launch_bounds__(PAIRS) moe_histogram(
     for (int i = threadIdx.x; i < BINS; i += PAIRS) counts[(i64)blockIdx.x * BINS + i] = hist[i];
 }
 
-// index, counts -> offsets [BINS+1], dest [pairs], src [limit]. Rows from `limit` on are dropped.
+// index, counts -> offsets [BINS+1], dest [pairs], src [limit]. Rows from `limit` on are dropped. Block 0 writes the
+// micro-batch's line of `tally` [micro_batches, 3]: pairs, those without a row, rows without a pair. `capacity`: -1 none.
 extern "C" __global__ void __launch_bounds__(PAIRS) moe_scatter(
-    const int* index, const int* counts, int* offsets, int* dest, int* src, int* fault, int pairs, int limit,
-    int modulo) {
+    const int* index, const int* counts, const u32* words, int* offsets, int* dest, int* src, int* fault, int* tally,
+    int pairs, int limit, int modulo, int capacity, u32 stride, u32 micro_batches) {
     __shared__ int before[BINS], all[BINS];   // pairs of the bin in earlier blocks, in all blocks
     __shared__ u16 ranks[WARPS][BINS];        // counts of each warp, then pairs of the bin in earlier warps
     __shared__ int scratch[32];
@@ -103,9 +104,17 @@ extern "C" __global__ void __launch_bounds__(PAIRS) moe_scatter(
         }
         if (blockIdx.x == 0) offsets[tid] = min(first, limit);
     }
-    if (blockIdx.x == 0 && tid == 0) {
-        offsets[BINS] = min(total, limit);
-        if (total > limit) fault[0] = 1;
+    if (blockIdx.x == 0) {
+        int kept = min(total, limit);
+        if (capacity >= 0) block_scan(tid < BINS ? min(all[tid], capacity) : 0, scratch, &kept);
+        if (tid == 0) {
+            offsets[BINS] = min(total, limit);
+            if (total > limit) fault[0] = 1;
+            int* line = tally + 3 * (words[WORD_MICRO_BATCH] / stride % micro_batches);
+            line[0] = total;
+            line[1] = total - kept;
+            line[2] = PADDED ? BINS * capacity - kept : 0;
+        }
     }
     __syncthreads();
 

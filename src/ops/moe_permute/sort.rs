@@ -4,7 +4,7 @@ use super::MAX_BINS;
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
-use crate::ops::rng::philox;
+use crate::ops::rng::{WORD_MICRO_BATCH, WORDS, philox};
 use crate::ops::{ArgSpec, CpuArgs, Op, Real, Sample};
 use crate::program::DType;
 
@@ -13,9 +13,10 @@ const SOURCE: KernelSource = KernelSource { name: "moe_permute/sort.cu", text: i
 /// Pairs of one block, one a thread: the unit of the per-block histograms.
 const BLOCK_PAIRS: usize = 1024;
 
-/// Where every pair goes. Args: `index` R I32 `[T,K]`, `probs` R f32 `[T,K]`, `offsets` W I32 `[bins+1]`,
+/// Where every pair goes. Args: `index` R I32 `[T,K]`, `probs` R f32 `[T,K]`, `words` R U32, `offsets` W I32 `[bins+1]`,
 /// `dest` W I32 `[T*K]` (row of the pair, -1 dropped), `src` W I32 `[R]` (pair of the row, -1 none), `fault` U
-/// I32 `[1]` (set on overflow and never cleared: a later micro-batch must not hide an earlier one's).
+/// I32 `[1]` (set on overflow and never cleared: a later micro-batch must not hide an earlier one's), `tally` U I32
+/// `[micro-batches, 3]`: the micro-batch's line becomes its pairs, those dropped, and the rows that pad.
 ///
 /// Bin = expert, or expert modulo `experts` (one process plays all ranks). Pairs of experts outside the bins
 /// are dropped. Bins follow one another without gaps and pairs keep their order; rows beyond R are dropped, offsets
@@ -30,6 +31,26 @@ pub struct MoeSort {
     pub capacity: Option<Capacity>,
     /// R: rows that buffers are sized for.
     pub rows: usize,
+    pub tally: Tally,
+}
+
+/// Which line of `tally` a launch writes: the micro-batch's by the step words, so that one graph serves them all and a
+/// recomputed launch writes the same again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tally {
+    /// Micro-batches of a step: lines.
+    pub micro_batches: usize,
+    /// Between the numbers of neighbouring micro-batches of this rank (data-parallel ranks take them in turn).
+    pub stride: usize,
+}
+
+impl Tally {
+    /// Pairs, dropped pairs, rows that pad.
+    pub const COLUMNS: usize = 3;
+
+    fn line(self, words: &[i32]) -> usize {
+        words[WORD_MICRO_BATCH] as u32 as usize / self.stride % self.micro_batches
+    }
 }
 
 /// Most pairs of a bin (Megatron-Core `moe_expert_capacity_factor`, `moe_token_drop_policy`,
@@ -64,6 +85,12 @@ impl MoeSort {
                 self.rows
             )));
         }
+        let Tally { micro_batches, stride } = self.tally;
+        if [micro_batches, stride].iter().any(|n| *n == 0 || u32::try_from(*n).is_err()) {
+            return Err(DeviceError::internal(format!(
+                "moe_sort: {micro_batches} micro-batches, stride {stride}"
+            )));
+        }
         match self.capacity {
             Some(c) if self.most_rows(c) > self.rows => Err(DeviceError::Invalid(format!(
                 "moe_sort: {} experts of capacity {} need {} rows, there are {}; raise the row bound",
@@ -87,15 +114,16 @@ impl MoeSort {
 
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
         self.check()?;
-        let (index, probs) = (args.ints(0)?, args.input(1)?);
-        let (offsets, dest) = (args.ints_out(2)?, args.ints_out(3)?);
-        let (src, fault) = (args.ints_out(4)?, args.ints_out(5)?);
+        let (index, probs, words) = (args.ints(0)?, args.input(1)?, args.ints(2)?);
+        let (offsets, dest) = (args.ints_out(3)?, args.ints_out(4)?);
+        let (src, fault, tally) = (args.ints_out(5)?, args.ints_out(6)?, args.ints_out(7)?);
         let mut bins: Vec<Vec<usize>> = vec![Vec::new(); self.experts];
         for (pair, &expert) in index.iter().enumerate() {
             if let Some(b) = self.bin(expert) {
                 bins[b].push(pair);
             }
         }
+        let routed: usize = bins.iter().map(Vec::len).sum();
         dest.fill(-1);
         src.fill(-1);
         offsets[0] = 0;
@@ -122,6 +150,12 @@ impl MoeSort {
             offsets[b + 1] = end.min(self.rows) as i32;
         }
         fault[0] |= (end > self.rows) as i32;
+        let kept = src.iter().filter(|pair| **pair >= 0).count();
+        let padded = self.capacity.filter(|c| c.padded).map_or(0, |c| c.rows * self.experts - kept);
+        let first = Tally::COLUMNS * self.tally.line(words);
+        for (cell, count) in tally[first..].iter_mut().zip([routed, routed - kept, padded]) {
+            *cell = count as i32;
+        }
         Ok(())
     }
 }
@@ -135,10 +169,13 @@ impl Op for MoeSort {
         vec![
             ArgSpec::read("index", DType::I32, &shape).sample(Sample::Custom),
             ArgSpec::read("probs", DType::F32, &shape).sample(Sample::Custom),
+            ArgSpec::read("words", DType::U32, &[WORDS]).sample(Sample::Custom),
             ArgSpec::write("offsets", DType::I32, &[self.experts + 1]),
             ArgSpec::write("dest", DType::I32, &[self.pairs()]),
             ArgSpec::write("src", DType::I32, &[self.rows]),
             ArgSpec::update("fault", DType::I32, &[1]).sample(Sample::Custom),
+            ArgSpec::update("tally", DType::I32, &[self.tally.micro_batches, Tally::COLUMNS])
+                .sample(Sample::Custom),
         ]
     }
     /// Histograms of each block; with a capacity also the pairs sorted by bin and the bins' bounds.
@@ -166,7 +203,11 @@ impl Op for MoeSort {
                 probs.push((draw(1 + k)[0] % 64) as f64 / 64.0);
             }
         }
-        Some(vec![index, probs, vec![], vec![], vec![], vec![0.0]])
+        let mut words = vec![0.0; WORDS];
+        words[WORD_MICRO_BATCH] = ((self.tally.micro_batches - 1) * self.tally.stride) as f64;
+        // Lines of other micro-batches stay as they are.
+        let tally = vec![7.0; self.tally.micro_batches * Tally::COLUMNS];
+        Some(vec![index, probs, words, vec![], vec![], vec![], vec![0.0], tally])
     }
     cpu_reference!();
     fn prepare(&self, cuda: &mut CudaPrep, args: &[DevPtr], workspace: DevPtr) -> Result<Issue, DeviceError> {
@@ -186,8 +227,8 @@ impl Op for MoeSort {
         let counts = workspace;
         let bounds = counts.offset(blocks * self.experts * word);
         let sorted = bounds.offset((self.experts + 1) * word);
-        let (index, probs, offsets, dest, src, fault) =
-            (args[0], args[1], args[2], args[3], args[4], args[5]);
+        let (index, probs, words, offsets) = (args[0], args[1], args[2], args[3]);
+        let (dest, src, fault, tally) = (args[4], args[5], args[6], args[7]);
         let (pairs, rows) = (Param::I32(self.pairs() as i32), Param::I32(self.rows as i32));
         let modulo = Param::I32(self.modulo as i32);
         let config = Config::linear(blocks, BLOCK_PAIRS as u32);
@@ -205,13 +246,18 @@ impl Op for MoeSort {
             &[
                 index.into(),
                 counts.into(),
+                words.into(),
                 to_offsets.into(),
                 dest.into(),
                 to_src.into(),
                 fault.into(),
+                tally.into(),
                 pairs,
                 limit,
                 modulo,
+                Param::I32(self.capacity.map_or(-1, |c| c.rows as i32)),
+                Param::U32(self.tally.stride as u32),
+                Param::U32(self.tally.micro_batches as u32),
             ],
         )?;
         let mut sequence = vec![histogram, scatter];

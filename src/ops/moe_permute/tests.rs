@@ -1,16 +1,48 @@
 use super::*;
 use crate::ops::Op;
+use crate::ops::rng::{WORD_MICRO_BATCH, WORDS};
 use crate::ops::testing::{check_f32_against_f64, inputs, normals, run_f64};
 
 fn sort(tokens: usize, topk: usize, experts: usize, capacity: Option<usize>, rows: usize) -> MoeSort {
     let capacity = capacity.map(|rows| Capacity { rows, padded: true, by_position: false });
-    MoeSort { tokens, topk, experts, modulo: false, capacity, rows }
+    MoeSort {
+        tokens,
+        topk,
+        experts,
+        modulo: false,
+        capacity,
+        rows,
+        tally: Tally { micro_batches: 2, stride: 3 },
+    }
+}
+
+/// All buffers after a sort for micro-batch `number` of the job.
+fn run_sort(op: &MoeSort, index: &[f64], probs: &[f64], number: u32, fault: f64) -> Vec<Vec<f64>> {
+    let mut words = vec![0.0; WORDS];
+    words[WORD_MICRO_BATCH] = number as f64;
+    let tally = vec![7.0; op.tally.micro_batches * Tally::COLUMNS];
+    run_f64(op, &[index.to_vec(), probs.to_vec(), words, vec![], vec![], vec![], vec![fault], tally])
 }
 
 /// (offsets, dest, src, fault) of a choice.
 fn sorted(op: &MoeSort, index: &[f64], probs: &[f64]) -> [Vec<f64>; 4] {
-    let out = run_f64(op, &[index.to_vec(), probs.to_vec(), vec![], vec![], vec![], vec![0.0]]);
-    [out[2].clone(), out[3].clone(), out[4].clone(), out[5].clone()]
+    let out = run_sort(op, index, probs, 0, 0.0);
+    [out[3].clone(), out[4].clone(), out[5].clone(), out[6].clone()]
+}
+
+/// The second of this rank's micro-batches, where three ranks take them in turn: its line alone is written.
+#[test]
+fn the_tally_has_a_line_of_each_micro_batch() {
+    let index = [0.0, 0.0, 0.0, 0.0, 1.0, 0.0];
+    let tally = |op: &MoeSort, index: &[f64]| run_sort(op, index, &[0.5; 6], 5, 0.0)[7].clone();
+    let padded = sort(6, 1, 2, Some(3), 7);
+    // Five of bin 0, of which three stay; one of bin 1, made up to three.
+    assert_eq!(tally(&padded, &index), [7.0, 7.0, 7.0, 6.0, 2.0, 2.0]);
+    let capacity = Some(Capacity { rows: 2, padded: false, by_position: true });
+    assert_eq!(tally(&MoeSort { capacity, ..padded }, &index)[3..], [6.0, 3.0, 0.0]);
+    assert_eq!(tally(&sort(6, 1, 2, None, 6), &index)[3..], [6.0, 0.0, 0.0]);
+    assert_eq!(tally(&sort(6, 1, 2, None, 4), &index)[3..], [6.0, 2.0, 0.0], "more than there are rows");
+    assert_eq!(tally(&sort(6, 1, 1, None, 6), &index)[3..], [5.0, 0.0, 0.0], "an expert of another rank");
 }
 
 #[test]
@@ -73,8 +105,7 @@ fn overflow_is_a_fault_and_stays_inside_the_rows() {
 #[test]
 fn a_fault_stays() {
     let op = sort(2, 1, 2, None, 2);
-    let out = run_f64(&op, &[vec![0.0, 1.0], vec![1.0; 2], vec![], vec![], vec![], vec![1.0]]);
-    assert_eq!(out[5], [1.0]);
+    assert_eq!(run_sort(&op, &[0.0, 1.0], &[1.0; 2], 0, 1.0)[6], [1.0]);
 }
 
 #[test]
@@ -93,7 +124,7 @@ fn dest_and_src_are_inverse() {
 fn check_inverse(op: &MoeSort) {
     {
         let out = run_f64(op, &inputs(op, 5));
-        let (dest, src) = (&out[3], &out[4]);
+        let (dest, src) = (&out[4], &out[5]);
         let kept = dest.iter().filter(|&&r| r >= 0.0).count();
         assert_eq!(kept, src.iter().filter(|&&p| p >= 0.0).count());
         assert!(op.capacity.is_some() || kept == 903);

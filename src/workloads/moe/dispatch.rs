@@ -5,8 +5,11 @@ use super::Dims;
 use super::router::Routes;
 use crate::config::ExpertGemm;
 use crate::ops::collective::{Collective, CountsToHost, Exchange, ExchangeRows, Kind, RowPlan, StandIn};
-use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort};
+use crate::ops::moe_permute::{ChunkMap, CombineRows, GatherRows, MoeSort, Tally};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass};
+
+/// Choices of a step that were routed, dropped and padded, I32 `[layers, micro-batches, 3]` ([`Tally`]).
+pub const TALLY: &str = "moe.tally";
 
 /// Rows as the experts see them.
 #[derive(Clone, Copy)]
@@ -69,7 +72,7 @@ impl Stack<'_> {
         let y = self.latent_down(l, d, y)?;
         let offsets = self.act_as(l, "moe.offsets", DType::I32, &[d.bins + 1]);
         let (dest, src) = self.dispatch_map(l, d);
-        let fault = self.overflow_word(l);
+        let (fault, (tally, lines)) = (self.overflow_word(l), self.tally(l));
         let sort = MoeSort {
             tokens: d.t,
             topk: d.topk,
@@ -77,8 +80,9 @@ impl Stack<'_> {
             modulo: !d.two_sorts,
             capacity: d.capacity,
             rows: d.rows,
+            tally,
         };
-        self.b.launch(sort, &[routes.index, routes.probs, offsets, dest, src, fault]);
+        self.b.launch(sort, &[routes.index, routes.probs, self.words, offsets, dest, src, fault, lines]);
         if d.flex {
             self.b.at(Some(l), Part::MoeExperts, Pass::Forward);
         }
@@ -303,6 +307,24 @@ impl Stack<'_> {
         self.b.launch(op, &[rows, inverse, scalars, unsorted, unsorted_scalars]);
         let returned = self.all_to_all(l, d, name, unsorted, DType::Bf16, d.w, true);
         (returned, Some(self.all_to_all(l, d, &name_of_scalars, unsorted_scalars, DType::F32, 1, true)))
+    }
+
+    /// What becomes of the choices of each micro-batch, of all layers in one buffer; the arms are compared on it.
+    fn tally(&mut self, l: usize) -> (Tally, BufId) {
+        let micro_batches = if self.cfg.stack_only { 1 } else { self.cfg.batch.num_microbatches };
+        let stride = self.share.place.micro_batch(1) - self.share.place.micro_batch(0);
+        let tally = Tally { micro_batches, stride };
+        let name = format!("l{l}.{TALLY}");
+        if let Some(id) = self.b.find(&name) {
+            return (tally, id);
+        }
+        let shape = [self.share.layers.len(), micro_batches, Tally::COLUMNS];
+        let all = self.b.buffer(TALLY, DType::I32, &shape, Lifetime::StepState, Init::Const { value: 0.0 });
+        if !self.b.program.digest.contains(&all) {
+            self.b.program.digest.push(all);
+        }
+        let offset = l * shape[1] * shape[2];
+        (tally, self.b.view(&name, all, offset, &shape[1..], Init::Inherit, Default::default()))
     }
 
     /// Set when more rows arrive than the buffers hold: one word a layer, in one buffer.

@@ -17,6 +17,8 @@ mod latent;
 mod router;
 mod shared;
 
+pub use dispatch::TALLY;
+
 use super::attention::output_std;
 use super::mlp::{fc1_rows, gated};
 use super::share::RankShare;
