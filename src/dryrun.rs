@@ -4,6 +4,8 @@
 use crate::capture::{ArmPlan, RunPlan};
 use crate::config::{Recompute, RunConfig};
 use crate::program::{Part, Pass, Program};
+use crate::ranks::groups::Place;
+use crate::workloads::rng::{State, Tracker};
 use crate::workloads::schedule::{Pipeline, notation};
 use crate::workloads::share::RankShare;
 use serde_json::{Value, json};
@@ -83,6 +85,12 @@ fn pipeline(cfg: &RunConfig) -> Option<Value> {
     }))
 }
 
+/// The named random states of this rank, and what each adds to the seed.
+fn random_states(cfg: &RunConfig) -> [(State, u32); 3] {
+    let tracker = Tracker::of(&cfg.parallel, &Place::of(&cfg.parallel));
+    State::ALL.map(|state| (state, tracker.seed_offset(state)))
+}
+
 /// The `program` object of the dry run's JSON.
 pub fn describe(plan: &RunPlan, cfg: &RunConfig) -> Value {
     let program = &plan.eager.program;
@@ -112,6 +120,7 @@ pub fn describe(plan: &RunPlan, cfg: &RunConfig) -> Value {
             "memory": memory(g),
         })
     });
+    let seed_offsets = BTreeMap::from(random_states(cfg).map(|(state, offset)| (name(state), offset)));
     json!({
         "launches": program.launches.len(),
         "buffers": program.buffers.len(),
@@ -124,6 +133,7 @@ pub fn describe(plan: &RunPlan, cfg: &RunConfig) -> Value {
         "memory": memory(&plan.eager),
         "graph_arm": graph,
         "pipeline": pipeline(cfg),
+        "rng_seed_offsets": seed_offsets,
     })
 }
 
@@ -153,11 +163,13 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
             p["model_chunks"], p["in_flight"], p["in_flight_job"]
         )
     });
+    let states = random_states(cfg).map(|(state, offset)| format!("{} {offset}", state.name())).join(", ");
     format!(
         "{function}\n\
          {} GPUs: tp {} pp {} cp {} ep {} dp {}; pipeline rank {}{stage}\n\
          micro-batch {}, sequence {}, micro-batches {} of {}\n\
          graphs: {} scope {scope}, layers {}, warm-up {}, RNG tracker {}\n\
+         random states, added to the seed: {states}\n\
          recompute: {}\n\
          approximations: {}\n",
         cfg.identity.num_gpus,
@@ -283,6 +295,11 @@ mod tests {
         assert_eq!(plain["recompute"], json!({"launches": 0, "gflops": 0.0}));
         assert!(!page.to_lowercase().contains("recompute"), "{page}");
         assert!(heading(&cfg, "tiny").contains("recompute: none"));
+        let states =
+            "random states, added to the seed: data-parallel 0, model-parallel 2718, expert-parallel 1024\n";
+        assert!(heading(&cfg, "tiny").contains(states));
+        let states = json!({"data_parallel": 0, "model_parallel": 2718, "expert_parallel": 1024});
+        assert_eq!(plain["rng_seed_offsets"], states);
         cfg.recompute.granularity = Some("selective".into());
         cfg.recompute.modules = vec!["mlp".into()];
         let (again, page) = described(&cfg);

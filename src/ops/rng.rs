@@ -19,8 +19,7 @@ pub const WORDS: usize = 8;
 /// One place in the program that draws.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 pub struct Rng {
-    /// Named state: added to the seed (data-parallel 0, model-parallel 2718 + tp rank, expert-parallel
-    /// 1024 + 100 * ep rank + etp rank; rules file, section 9).
+    /// Which stream of random numbers: added to the seed, so that ranks draw alike or each their own.
     pub seed_offset: u32,
     /// Unique within the program.
     pub draw: u32,

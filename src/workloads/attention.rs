@@ -1,6 +1,7 @@
 //! Self-attention: norm, QKV, q/k norm and RoPE, causal grouped-query attention, output gate if the model has one,
 //! projection, residual.
 
+use super::rng::State;
 use super::share::RankShare;
 use super::weights::{Spec, Weight};
 use super::{Stack, WorkloadError};
@@ -111,9 +112,9 @@ impl Stack<'_> {
 
     pub(super) fn attn_shape(&mut self, l: usize) -> AttnShape {
         let m = &self.cfg.model;
-        let (p, index, seed) = (m.attention_dropout, self.share.layers[l].index, self.model_seed());
-        let dropout = (p > 0.0)
-            .then(|| Dropout { p, rng: self.b.rng(&format!("layer{index}.attn.core_dropout"), seed) });
+        let (p, index) = (m.attention_dropout, self.share.layers[l].index);
+        let site = format!("layer{index}.attn.core_dropout");
+        let dropout = (p > 0.0).then(|| Dropout { p, rng: self.rng(&site, State::ModelParallel) });
         let shape = AttnShape {
             positions: self.positions,
             kv_len: self.positions.seq * self.context_ranks(),

@@ -9,6 +9,7 @@ mod blocks;
 mod modulation;
 
 use super::linear_biased::{Product, layer_norm, linear};
+use super::rng::INPUTS;
 use super::share::RankShare;
 use super::weights::Spec;
 use super::{Stack, WorkloadError};
@@ -216,12 +217,12 @@ impl Stack<'_> {
             length,
             values: d.in_values,
             frequencies: d.freq_dim,
-            sample: self.b.rng("video", 0),
-            noise: self.b.rng("noise", 0),
-            time: self.b.rng("time", 0),
+            sample: self.b.rng("video", INPUTS),
+            noise: self.b.rng("noise", INPUTS),
+            time: self.b.rng("time", INPUTS),
         };
         self.b.launch(op, &[self.words, sample.noisy, sample.target, sample.time]);
-        let rng = self.b.rng("text", 0);
+        let rng = self.b.rng("text", INPUTS);
         let op = RandomFill { len: s.text * d.text_dim, std: 1.0, rng, dtype: DType::Bf16 };
         self.b.launch(op, &[self.words, sample.text]);
         Ok(sample)

@@ -2,6 +2,7 @@
 //! tensor-parallel collectives around them.
 
 use super::Stack;
+use super::rng::State;
 use super::weights::Weight;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::bias::{BiasAdd, BiasGrad};
@@ -254,14 +255,13 @@ impl Stack<'_> {
 
     fn hidden_dropout(&mut self, l: usize, name: &str) -> Dropout {
         // Rows that every tensor rank has are dropped alike.
-        let alike = if self.split() { 0 } else { self.share.place.tp as u32 };
-        let seed = self.model_seed() - alike;
+        let state = if self.split() { State::ModelParallel } else { State::DataParallel };
         let (index, p) = (self.share.layers[l].index, self.cfg.model.hidden_dropout);
         if p == 0.0 && self.share.place.world.is_some() {
             // Nothing is drawn, and no number taken: routing must not depend on how many tensor ranks there are.
             return Dropout { p, rng: Rng { seed_offset: 0, draw: 0 } };
         }
-        Dropout { p, rng: self.b.rng(&format!("layer{index}.{name}.dropout"), seed) }
+        Dropout { p, rng: self.rng(&format!("layer{index}.{name}.dropout"), state) }
     }
 
     /// The product that ends a part, with bias and residual: `residual + dropout(reduce(x w^T) + bias)`.

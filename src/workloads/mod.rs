@@ -22,6 +22,7 @@ mod mtp;
 mod optimizer;
 mod place;
 mod recompute;
+pub mod rng;
 pub mod schedule;
 pub mod share;
 mod shared_kv;
@@ -36,18 +37,15 @@ pub use moe::{TALLY, capacity};
 pub use step::build;
 
 use crate::config::{LayerKind, RunConfig};
+use crate::ops::dropout::Dropout;
 use crate::ops::gemm::Accumulate;
+use crate::ops::rng::Rng;
 use crate::ops::rope::Positions;
 use crate::program::builder::Builder;
 use crate::program::{BufId, DType};
+use rng::{State, Tracker};
 use share::RankShare;
 use weights::Weights;
-
-/// Seed offset of the model-parallel random state (rules file, section 9; Megatron-Core
-/// `tensor_parallel/random.py`, `model_parallel_cuda_manual_seed`). Tensor rank 0.
-const MODEL_PARALLEL_SEED: u32 = 2718;
-/// Seed offset per pipeline rank (the same source).
-const PIPELINE_SEED: u32 = 100;
 
 /// Why a configuration has no program.
 #[derive(Debug, thiserror::Error)]
@@ -124,9 +122,13 @@ impl Stack<'_> {
     fn act_as(&mut self, l: usize, what: &str, dtype: DType, shape: &[usize]) -> BufId {
         self.b.activation(&format!("l{}.{what}", self.place(l)), dtype, shape)
     }
-    /// Seed offset of the model-parallel state of this stage and tensor rank.
-    fn model_seed(&self) -> u32 {
-        let p = &self.cfg.parallel;
-        MODEL_PARALLEL_SEED + self.share.place.tp as u32 + PIPELINE_SEED * p.pp_rank as u32
+    /// The draws at `site` from a named state of this rank.
+    fn rng(&mut self, site: &str, state: State) -> Rng {
+        let tracker = Tracker::of(&self.cfg.parallel, &self.share.place);
+        self.b.rng(site, tracker.seed_offset(state))
+    }
+    /// For a sum that drops nothing.
+    fn no_dropout(&mut self) -> Dropout {
+        Dropout { p: 0.0, rng: self.rng("none", State::DataParallel) }
     }
 }

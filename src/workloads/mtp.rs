@@ -10,6 +10,7 @@
 //!
 //! Upstream has no token beyond a sequence's end and leaves the last k places out of the loss; synthetic sequences go on.
 
+use super::rng::INPUTS;
 use super::share::{LocalLayer, RankShare};
 use super::step::Tokens;
 use super::weights::{Spec, Weight};
@@ -17,7 +18,7 @@ use super::{Stack, WorkloadError};
 use crate::config::RunConfig;
 use crate::ops::collective::{Collective, StandIn};
 use crate::ops::columns::{JoinColumns, SplitColumns};
-use crate::ops::dropout::{Dropout, DropoutAddFwd};
+use crate::ops::dropout::DropoutAddFwd;
 use crate::ops::rmsnorm::RmsNormFwd;
 use crate::ops::step::{TokenGen, Zero};
 use crate::program::{BufId, DType, Init, Lifetime, Part, Pass, Shard};
@@ -135,7 +136,7 @@ impl Stack<'_> {
             });
             let mut positions = self.positions;
             positions.chunks.iter_mut().for_each(|(start, _)| *start += k + 1);
-            let rng = self.b.rng("tokens", 0);
+            let rng = self.b.rng("tokens", INPUTS);
             self.b.launch(TokenGen { positions, vocab: self.share.vocab, rng }, &[self.words, ids, labels]);
             Tokens { ids, labels }
         };
@@ -353,7 +354,7 @@ impl Stack<'_> {
     pub(super) fn sum(&mut self, l: usize, name: &str, a: BufId, b: BufId) -> BufId {
         let shape = [self.split_tokens, self.cfg.model.hidden_size];
         let out = self.act(l, &format!("{name}.sum"), &shape);
-        let none = Dropout { p: 0.0, rng: self.b.rng("none", 0) };
+        let none = self.no_dropout();
         self.b.launch(DropoutAddFwd { len: shape[0] * shape[1], dropout: none }, &[a, b, self.words, out]);
         out
     }

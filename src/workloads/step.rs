@@ -5,6 +5,7 @@
 //! process has no other stage: what arrives is drawn from (seed, step, micro-batch) and copied, as many bytes as the
 //! transfer has; what goes out is copied to a buffer that stands for the other side and is part of the digest.
 
+use super::rng::INPUTS;
 use super::schedule::{Pipeline, Turn, slots};
 use super::share::RankShare;
 use super::weights::Weights;
@@ -281,7 +282,7 @@ impl Stack<'_> {
                 Init::Const { value: 0.0 },
             )
         });
-        let rng = self.b.rng("tokens", 0);
+        let rng = self.b.rng("tokens", INPUTS);
         // Ids of the whole vocabulary's local part: a stand-in rank scores its own rows only.
         let vocab = self.share.vocab * self.share.place.tensor.as_ref().map_or(1, |g| g.len());
         self.b.launch(TokenGen { positions: self.positions, vocab, rng }, &[self.words, ids, labels]);
@@ -403,7 +404,7 @@ impl Stack<'_> {
         self.b.at(None, Part::Pipeline, pass);
         let shape = [self.split_tokens, self.stream_width()];
         let there = self.b.transient(&format!("peer.{what}"), DType::Bf16, &shape);
-        let rng = self.b.rng(&format!("given.stage{chunk}.{what}"), 0);
+        let rng = self.b.rng(&format!("given.stage{chunk}.{what}"), INPUTS);
         self.b.launch(
             RandomFill { len: shape[0] * shape[1], std, rng, dtype: DType::Bf16 },
             &[self.words, there],

@@ -7,6 +7,7 @@
 //! as the blocks'.
 
 use super::linear_biased::{Product, layer_norm, linear};
+use super::rng::INPUTS;
 use super::weights::Spec;
 use super::{Stack, WorkloadError};
 use crate::config::{RunConfig, Vision};
@@ -149,7 +150,7 @@ impl Stack<'_> {
         let shape = [t.patches, t.v.patch_values];
         let zero = Init::Const { value: 0.0 };
         let out = self.b.buffer(&format!("pixels.mb{mb}"), DType::Bf16, &shape, Lifetime::StepState, zero);
-        let rng = self.b.rng("pixels", 0);
+        let rng = self.b.rng("pixels", INPUTS);
         // Pixels of a normed image.
         let op = RandomFill { len: shape[0] * shape[1], std: 1.0, rng, dtype: DType::Bf16 };
         self.b.launch(op, &[self.words, out]);

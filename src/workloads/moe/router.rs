@@ -1,10 +1,10 @@
 //! The router: gate product, scores, choice of experts, and back.
 
-use super::super::{PIPELINE_SEED, Stack, WorkloadError};
+use super::super::rng::State;
+use super::super::{Stack, WorkloadError};
 use super::Dims;
 use crate::config::{Moe, Routing};
 use crate::ops::collective::{Exchange, Kind};
-use crate::ops::rng::Rng;
 use crate::ops::router::{Groups, Hash, RouterBwd, RouterFwd};
 use crate::ops::step::Copy;
 use crate::program::{BufId, DType};
@@ -35,9 +35,8 @@ impl Stack<'_> {
             Routing::Balanced | Routing::Skewed => true,
         };
         let hash = self.hashed(l).then_some(Hash { salt: self.share.layers[l].index as u32 });
-        let seed = PIPELINE_SEED * self.cfg.parallel.pp_rank as u32;
-        let rng: Option<Rng> =
-            forced.then(|| self.b.rng(&format!("layer{}.router", self.share.layers[l].index), seed));
+        let site = format!("layer{}.router", self.share.layers[l].index);
+        let rng = forced.then(|| self.rng(&site, State::DataParallel));
         Ok(RouterFwd {
             tokens: self.split_tokens,
             experts: moe.num_experts,

@@ -3,7 +3,7 @@
 
 use super::super::{Stack, WorkloadError};
 use crate::config::Moe;
-use crate::ops::dropout::{Dropout, DropoutAddFwd};
+use crate::ops::dropout::DropoutAddFwd;
 use crate::ops::rmsnorm::partials;
 use crate::ops::token_gate::{TokenGateBwd, TokenGateFwd};
 use crate::program::{BufId, DType};
@@ -71,7 +71,7 @@ impl Stack<'_> {
         let dy_shared = self.gated_backward(l, "moe.shared", y, dout, f, None)?;
         let dy_shared = self.reduce_tokens(l, "moe.shared.dy", dy_shared, h);
         let sum = self.act(l, "moe.dy_sum", &[self.split_tokens, h]);
-        let none = Dropout { p: 0.0, rng: self.b.rng("none", 0) };
+        let none = self.no_dropout();
         self.b.launch(
             DropoutAddFwd { len: self.split_tokens * h, dropout: none },
             &[dy_shared, dy, self.words, sum],
