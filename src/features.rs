@@ -69,6 +69,9 @@ pub const FEATURES: &[Feature] = &[
         "where upstream compresses keys every earlier token is attended to: no key compressors, no indexer",
         Effective::shared_kv,
     ),
+    approximated("embedding_dropout", "hidden dropout leaves the embedding's output as it is", |e| {
+        e.nonzero("model.hidden_dropout") && !e.args.mbperf.stack_only
+    }),
     approximated("shared_expert_overlap", "the shared expert runs before the dispatch, not beside it", |e| {
         e.moe() && e.values.on("model.moe_shared_expert_overlap")
     }),

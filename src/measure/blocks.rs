@@ -242,14 +242,16 @@ pub(super) fn interval(blocks: &[BlockRecord], sides: usize, pacing: Pacing) -> 
     stats::mean_interval(&logs, stats::CONFIDENCE)
 }
 
-/// Block medians (side 0, side 1) of each finished pair.
-pub(super) fn pairs(blocks: &[BlockRecord], pacing: Pacing) -> Vec<(f64, f64)> {
+/// Log-ratio (side 0 over side 1) of each finished pair: of steps side by side where its blocks are interleaved, as their
+/// medians may be of other moments; of the blocks' medians otherwise.
+pub(super) fn pairs(blocks: &[BlockRecord], pacing: Pacing) -> Vec<f64> {
     let blocks: Vec<&BlockRecord> = blocks.iter().filter(|b| b.pacing == pacing).collect();
+    let of_medians = |a: &BlockRecord, b: &BlockRecord| (a.wall_ms_median / b.wall_ms_median).ln();
     blocks
         .chunks_exact(2)
         .filter_map(|pair| match (pair[0].side, pair[1].side) {
-            (0, 1) => Some((pair[0].wall_ms_median, pair[1].wall_ms_median)),
-            (1, 0) => Some((pair[1].wall_ms_median, pair[0].wall_ms_median)),
+            (0, 1) => Some(pair[0].log_ratio.unwrap_or_else(|| of_medians(pair[0], pair[1]))),
+            (1, 0) => Some(pair[0].log_ratio.unwrap_or_else(|| of_medians(pair[1], pair[0]))),
             _ => None,
         })
         .collect()

@@ -69,6 +69,8 @@ pub struct BlockRecord {
     /// Relative difference of the second half's median to the first's; `None` under four steady steps.
     pub half_change: Option<f64>,
     pub steady_steps: usize,
+    /// Interleaved with the pair's other block: median log-ratio (side 0 over side 1) of the steps taken side by side.
+    pub log_ratio: Option<f64>,
     /// The card's state while the block's last step was running.
     pub health: Health,
 }

@@ -248,6 +248,7 @@ impl<'a> Session<'a> {
             wall_ms_median: stats::median(&walls).unwrap_or(f64::NAN),
             half_change: None,
             steady_steps: walls.len(),
+            log_ratio: None,
             health,
         });
         self.flush()
@@ -343,9 +344,10 @@ impl<'a> Session<'a> {
         if let Some(last) = ahead {
             self.finish(last, since)?;
         }
+        let log_ratio = stats::median(&side_by_side(&self.steps[first..]));
         for (side, _) in order {
             let block = self.block_record(first, side, pacing, health.clone());
-            self.blocks.push(block);
+            self.blocks.push(BlockRecord { log_ratio, ..block });
         }
         self.flush()
     }
@@ -361,7 +363,7 @@ impl<'a> Session<'a> {
             _ => None,
         };
         let steady_steps = counted.len();
-        BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, health }
+        BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, log_ratio: None, health }
     }
 
     /// Blocks of one timed step of one arm, one after the other, after a first step that does not count; see
@@ -437,9 +439,15 @@ impl<'a> Session<'a> {
         let done = self.finish(due, since_ms)?;
         if steady {
             let wall_ms_median = self.steps.last().map_or(f64::NAN, |s| s.wall_ms);
-            let block =
-                BlockRecord { side, pacing, wall_ms_median, half_change: None, steady_steps: 1, health };
-            self.blocks.push(block);
+            self.blocks.push(BlockRecord {
+                side,
+                pacing,
+                wall_ms_median,
+                half_change: None,
+                steady_steps: 1,
+                log_ratio: None,
+                health,
+            });
         }
         Ok(done.done_at_ms)
     }
@@ -457,6 +465,16 @@ fn turns(timed: usize) -> Vec<(usize, Phase)> {
     }
     steps.extend(side.map(|last| (last, Phase::Switch)));
     steps
+}
+
+/// Log-ratios (side 0 over side 1) of the rounds of [`turns`]: two steady steps, one of each side.
+fn side_by_side(steps: &[StepRecord]) -> Vec<f64> {
+    let steady: Vec<&StepRecord> = steps.iter().filter(|s| s.phase == Phase::Steady).collect();
+    let ratio = |a: &StepRecord, b: &StepRecord| (a.wall_ms / b.wall_ms).ln();
+    steady
+        .chunks_exact(2)
+        .map(|round| if round[0].side == 0 { ratio(round[0], round[1]) } else { ratio(round[1], round[0]) })
+        .collect()
 }
 
 /// A step in flight and when its wall time began.

@@ -47,13 +47,13 @@ pub fn judge(ci95: Option<(f64, f64)>, margin: f64) -> Verdict {
 /// jumps between two values makes the studentised one too wide (simulated in the tests: 97.8 % for 95 %).
 const MIN_PAIRS_TO_RANK: usize = 20;
 
-/// Typical log-ratio of pairs (time of side 0, time of side 1) with its 95 % interval: studentised under
+/// Typical log-ratio of pairs (of the time of side 0 over that of side 1) with its 95 % interval: studentised under
 /// `MIN_PAIRS_TO_RANK`, of signed ranks from there on. The two blocks of a pair are neighbours in time, so slow
 /// drift cancels; either estimate bears a disturbed pair in ten. In ABBA order blocks of one arm meet at the joint
 /// of two pairs, so noise that outlasts a block makes neighbouring pairs alike: the interval is widened by what
 /// their autocorrelation asks for.
-pub fn log_ratio(pairs: &[(f64, f64)]) -> Option<Interval> {
-    let ratios: Vec<f64> = pairs.iter().map(|(a, b)| (a / b).ln()).filter(|r| r.is_finite()).collect();
+pub fn log_ratio(pairs: &[f64]) -> Option<Interval> {
+    let ratios: Vec<f64> = pairs.iter().copied().filter(|r| r.is_finite()).collect();
     let of =
         if ratios.len() < MIN_PAIRS_TO_RANK { stats::mean_interval } else { stats::signed_rank_interval };
     let plain = of(&ratios, stats::CONFIDENCE)?;
