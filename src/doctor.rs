@@ -2,6 +2,7 @@
 
 use crate::device::cuda::context::Context;
 use crate::device::cuda::libraries::{self, Availability, Library};
+use crate::device::cuda::target;
 use std::io::{self, Write};
 
 /// Prints the report. True when a run on a GPU has all it needs.
@@ -63,7 +64,6 @@ fn devices(out: &mut impl Write) -> io::Result<bool> {
             for ordinal in 0..count {
                 match Context::open(ordinal) {
                     Ok(c) => {
-                        usable = true;
                         let free = c.memory().map_or(0, |m| m.0);
                         writeln!(
                             out,
@@ -78,11 +78,33 @@ fn devices(out: &mut impl Write) -> io::Result<bool> {
                             c.driver_cuda % 1000 / 10,
                             c.uuid
                         )?;
+                        usable |= kernels(&c, out)?;
                     }
                     Err(e) => writeln!(out, "  {ordinal}: {e}")?,
                 }
             }
             Ok(usable)
+        }
+    }
+}
+
+/// What kernels would be compiled for. False where device, NVRTC and driver do not go together.
+fn kernels(context: &Context, out: &mut impl Write) -> io::Result<bool> {
+    if libraries::find(Library::Nvrtc).is_err() {
+        // Said above.
+        return Ok(true);
+    }
+    match target::of(context) {
+        Ok((target, parties)) => {
+            writeln!(out, "     kernels are compiled for {}", target.name)?;
+            if let Some(notice) = target::notice(&target, &parties) {
+                writeln!(out, "     {notice}")?;
+            }
+            Ok(true)
+        }
+        Err(e) => {
+            writeln!(out, "     no kernels: {e}")?;
+            Ok(false)
         }
     }
 }

@@ -19,19 +19,26 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-/// Builds the fake libraries into `folder`; false without a C compiler.
+/// Builds the fake libraries into `folder`; false without a C compiler. There are two NVRTC, 12.8 and 13.0.
 fn build(folder: &Path) -> bool {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cuda");
-    [("libcuda", "libcuda.so.1"), ("libnvrtc", "libnvrtc.so.13"), ("libcublasLt", "libcublasLt.so.13")]
-        .iter()
-        .all(|(source, file)| {
-            Command::new("cc")
-                .args(["-shared", "-fPIC", "-O1", "-w", "-o"])
-                .arg(folder.join(file))
-                .arg(sources.join(format!("{source}.c")))
-                .status()
-                .is_ok_and(|s| s.success())
-        })
+    std::fs::create_dir(folder.join("only13")).unwrap();
+    [
+        ("libcuda", "libcuda.so.1", "-w"),
+        ("libnvrtc", "libnvrtc.so.12", "-DMAJOR=12"),
+        ("libnvrtc", "libnvrtc.so.13", "-w"),
+        ("libnvrtc", "only13/libnvrtc.so.13", "-w"),
+        ("libcublasLt", "libcublasLt.so.13", "-w"),
+    ]
+    .iter()
+    .all(|(source, file, define)| {
+        Command::new("cc")
+            .args(["-shared", "-fPIC", "-O1", "-w", define, "-o"])
+            .arg(folder.join(file))
+            .arg(sources.join(format!("{source}.c")))
+            .status()
+            .is_ok_and(|s| s.success())
+    })
 }
 
 /// Runs an ignored test of this file in a process that sees the fake libraries.
@@ -41,11 +48,12 @@ fn scenario(name: &str, variables: &[(&str, &str)]) {
         eprintln!("skipped: no C compiler");
         return;
     }
+    let here = folder.path().to_string_lossy().into_owned();
     let out = Command::new(std::env::current_exe().unwrap())
         .args(["--ignored", "--exact", &format!("cuda_without_gpu::{name}"), "--nocapture"])
         .env("LD_LIBRARY_PATH", folder.path())
         .env("XDG_CACHE_HOME", folder.path())
-        .envs(variables.iter().copied())
+        .envs(variables.iter().map(|(k, v)| (k, v.replace("{folder}", &here))))
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
@@ -73,6 +81,28 @@ fn the_driver_is_asked_without_panic() {
 #[test]
 fn both_arms_run_and_agree() {
     scenario("child_arms", &[]);
+}
+
+/// The NVRTC of the driver's own version is taken where there are two, and the target is the newest that all accept.
+#[test]
+fn the_target_is_chosen_from_device_nvrtc_and_driver() {
+    // The fake device is a 9.0.
+    for (driver, archs, answer) in [
+        ("13000", "75 80 90", "NVRTC 13.0, sm_90a"),
+        ("12080", "75 80 90", "NVRTC 12.8, sm_90a"),
+        ("13010", "75 80 89", "NVRTC 13.0, compute_89 for capability 9.0"),
+        ("14000", "80", "NVRTC 13.0, compute_80 for capability 9.0"),
+        ("13000", "100 120", "compiles for no GPU so old"),
+        ("13000", "50 75", "compiles for nothing that the GPU runs"),
+    ] {
+        let variables = [("FAKE_CUDA_VERSION", driver), ("FAKE_NVRTC_ARCHS", archs), ("EXPECT", answer)];
+        scenario("child_target", &variables);
+    }
+    let refused = "update the driver to one for CUDA 13.0";
+    let old = [("FAKE_CUDA_VERSION", "12080"), ("MBPERF_CUDA_PATH", "{folder}/only13"), ("EXPECT", refused)];
+    for more in [("FAKE_CUDA_LOAD", "200"), ("FAKE_NVRTC_ARCHS", "80")] {
+        scenario("child_target", &[&old[..], &[more]].concat());
+    }
 }
 
 #[test]
@@ -200,6 +230,31 @@ fn steps(device: &mut CudaExecutor, arm: Arm, count: usize) -> Vec<(String, u64)
     assert_eq!((done.loss, done.grad_norm, done.fault), (Some(2.5), None, None));
     assert!(done.device_span_ms.unwrap() >= 0.0);
     device.digest().unwrap()
+}
+
+#[test]
+#[ignore = "run by the_target_is_chosen_from_device_nvrtc_and_driver"]
+fn child_target() {
+    let expected = std::env::var("EXPECT").unwrap();
+    let said = match CudaExecutor::new(&plan(LEN), CudaOptions::default()) {
+        Ok(device) => {
+            let info = device.info();
+            let nvrtc = info.libraries.iter().find(|(name, _)| name == "NVRTC").map(|(_, version)| version);
+            let told = info.notices.iter().any(|n| n.contains("does not know compute capability 9.0"));
+            let other = if told { " for capability 9.0" } else { "" };
+            assert_eq!(told, expected.contains("for capability"), "{:?}", info.notices);
+            format!("NVRTC {}, {}{other}", nvrtc.unwrap(), info.kernel_target.unwrap())
+        }
+        Err(e) => {
+            assert!(matches!(e, DeviceError::Unavailable(_)), "{e}");
+            let said = e.to_string();
+            for part in ["capability 9.0", "NVRTC is 13.0", "the driver is for CUDA 1"] {
+                assert!(said.contains(part), "{said} lacks {part}");
+            }
+            said
+        }
+    };
+    assert!(said.contains(&expected), "{said} lacks {expected}");
 }
 
 #[test]

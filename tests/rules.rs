@@ -1,5 +1,7 @@
 //! Every rule both ways: a command line that breaks it and the nearest one that does not, and the judgement of all
 //! scopes on all implementations and kinds of model.
+//!
+//! Over 500 lines: one table of pairs, a line or a few for each rule.
 
 use crate::common::{Outcome, outcome, outcome_of};
 use mbperf::rules::rules;
@@ -14,6 +16,8 @@ const DEEPSEEK_V4: &str = "-m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx 
 const TE: &str = "--cuda_graph_impl transformer_engine --cuda_graph_scope";
 const FULL: &str = "--cuda_graph_impl local --cuda_graph_scope full_iteration";
 const DROP: &str = "--use_tokendrop true model.moe_token_dispatcher_type=alltoall";
+const WARMUP: &str = "model.cuda_graph_warmup_steps=5";
+const SEVERAL: &str = "--nproc_per_node 4";
 const EXPANDABLE: &[(&str, &str)] = &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")];
 const FIXED: &[(&str, &str)] =
     &[("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), ("NCCL_GRAPH_REGISTER", "0")];
@@ -33,10 +37,10 @@ fn pairs() -> Vec<Pair> {
         pair("M01", LLAMA, "-mb 0", "-mb 1"),
         pair("M01", LLAMA, "-tp 0", "-tp 1"),
         pair("M01", LLAMA, "--hidden_size 99999999999", "--hidden_size 2048"),
-        pair("M01", LLAMA, "--equality_steps 0", "--equality_steps 2"),
+        pair("M01", LLAMA, "--equality_steps 0", "--equality_steps 2 --aa eager"),
         pair("M02", LLAMA, "model.attention_dropout=1.5", "model.attention_dropout=0.5"),
-        pair("M02", LLAMA, "--margin -0.1", "--margin 0.1"),
-        pair("M02", QWEN, "--moe_row_bound 0.5", "--moe_row_bound 1.5"),
+        pair("M02", LLAMA, "--margin -0.1", format!("--margin 0.1 {FULL}")),
+        pair("M02", QWEN, "--moe_row_bound 0.5", format!("--moe_row_bound 1.5 {SEVERAL}")),
         pair("M01", QWEN, "model.mtp_num_layers=8192", "model.mtp_num_layers=2"),
         pair("M01", QWEN, "model.moe_latent_size=9223372036854775807", "model.moe_latent_size=1024"),
         pair("M01", DEEPSEEK_V4, "model.q_lora_rank=1000000007", "model.q_lora_rank=512"),
@@ -44,11 +48,11 @@ fn pairs() -> Vec<Pair> {
         pair("M01", LLAMA, "ddp.bucket_size=-1", "ddp.bucket_size=40000000"),
         pair("M01", LLAMA, "dataset.seq_length=16777216 model.seq_length=1024 -mb 2", "-mb 2"),
         pair("M01", LLAMA, "--distributed_timeout_minutes 0", "--distributed_timeout_minutes 1"),
-        pair("M02", LLAMA, "--margin 1e-300", "--margin 1e-3"),
+        pair("M02", LLAMA, "--margin 1e-300", format!("--margin 1e-3 {TE} attn")),
         pair("M02", LLAMA, "--watchdog 1e300", "--watchdog 0"),
-        pair("M02", LLAMA, "--rendezvous_timeout 1e300", "--rendezvous_timeout 0.5"),
-        pair("M02", LLAMA, "--spin_percent 1e300", "--spin_percent 10"),
-        pair("M02", QWEN, "--moe_row_bound 1e300", "--moe_row_bound 16"),
+        pair("M02", LLAMA, "--rendezvous_timeout 1e300", "--rendezvous_timeout 0.5 --nproc_per_node 2"),
+        pair("M02", LLAMA, "--spin_percent 1e300", "--spin_percent 10 --aa eager"),
+        pair("M02", QWEN, "--moe_row_bound 1e300", format!("--moe_row_bound 16 {SEVERAL}")),
         pair("M02", LLAMA, "model.rotary_percent=1e-300", "model.rotary_percent=0.5"),
         pair("M02", LLAMA, "optimizer.adam_eps=1e-300", "optimizer.adam_eps=1e-15"),
         pair(
@@ -90,6 +94,81 @@ fn pairs() -> Vec<Pair> {
         pair("M20", LLAMA, "--aa graph", "--aa eager"),
         pair("M20", LLAMA, format!("--graph_staging none {FULL}"), format!("--graph_staging none {TE} attn")),
         pair("M21", LLAMA, "--moe_routing balanced", "--moe_routing recipe"),
+        pair("M20", LLAMA, WARMUP, format!("{TE} attn {WARMUP}")),
+        pair("M20", QWEN, format!("--cuda_graph_impl none {WARMUP}"), WARMUP),
+        pair(
+            "M20",
+            LLAMA,
+            "model.cuda_graph_use_single_mempool=true",
+            format!("{FULL} model.cuda_graph_use_single_mempool=true"),
+        ),
+        pair("M21", LLAMA, "--moe_row_bound 2", ""),
+        pair("M21", LLAMA, "-et 2", "-et 1"),
+        pair("M23", LLAMA, "--margin 0.01", format!("{TE} attn --margin 0.01")),
+        pair(
+            "M23",
+            LLAMA,
+            "--cuda_graph_impl none --cuda_graph_scope attn --margin 0.1",
+            "--margin 0.1 --aa eager",
+        ),
+        pair("M23", QWEN, "--cuda_graph_impl none --equality_steps 4", "--equality_steps 4"),
+        pair("M23", LLAMA, "--spin_percent 2", "--spin_percent 0"),
+        pair("M24", LLAMA, "--optimizer none --lr 1e-4", "--optimizer adam --lr 1e-4"),
+        pair("M24", LLAMA, "--optimizer none --min_lr 1e-5", "--optimizer none"),
+        pair("M24", LLAMA, "--optimizer none --warmup_iters 10", "--warmup_iters 10"),
+        pair("M24", LLAMA, "--optimizer none optimizer.clip_grad=0.5", "optimizer.clip_grad=0.5"),
+        pair("M24", LLAMA, "--optimizer none scheduler.lr_decay_iters=9", "scheduler.lr_decay_iters=9"),
+        pair("M24", LLAMA, "--stack_only optimizer.adam_beta1=0.8", "--optimizer none --optimizer_type adam"),
+        pair("M25", LLAMA, "--stack_only --max_microbatches 4", "--max_microbatches 4"),
+        pair("M25", LLAMA, "--stack_only --extrapolate", "--extrapolate"),
+        pair("M25", LLAMA, "--stack_only --comm_model nvlink", "--stack_only --comm_model copy"),
+        pair("M25", LLAMA, "--stack_only --vocab_size 1024", "--vocab_size 1024"),
+        pair(
+            "M26",
+            QWEN,
+            format!("{DROP} --moe_row_bound 1.5 {SEVERAL}"),
+            format!("--moe_row_bound 1.5 {SEVERAL}"),
+        ),
+        pair("M26", QWEN, "--moe_row_bound 2", SEVERAL),
+        pair(
+            "M26",
+            QWEN,
+            "--moe_row_bound 2 --nproc_per_node 2 -ep 1",
+            "--moe_row_bound 2 --nproc_per_node 2 -ep 2",
+        ),
+        pair(
+            "M26",
+            QWEN,
+            format!("model.moe_expert_rank_capacity_factor=1.5 --moe_row_bound 2 {SEVERAL}"),
+            format!("model.moe_expert_rank_capacity_factor=1.5 {SEVERAL}"),
+        ),
+        pair("M27", LLAMA, "model.moe_router_topk=2", "--num_moe_experts 8 model.moe_router_topk=2"),
+        pair("M27", LLAMA, "model.moe_grouped_gemm=true", "model.moe_paged_stash=false"),
+        pair("M27", LLAMA, "model.mamba_chunk_size=64", "model.mamba_chunk_size=null"),
+        pair("M27", LLAMA, "model.kv_lora_rank=512", "model.kv_lora_rank=null"),
+        pair("M27", LLAMA, "model.linear_conv_kernel_dim=4", "model.linear_conv_kernel_dim=null"),
+        pair(
+            "M27",
+            LLAMA,
+            "model.mtp_loss_scaling_factor=0.1",
+            "model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.1",
+        ),
+        pair(
+            "M27",
+            LLAMA,
+            "model.window_attn_skip_freq=2",
+            "model.window_attn_skip_freq=2 model.window_size=[64,0]",
+        ),
+        pair("M27", LLAMA, "model.vision_cuda_graph_impl=local", "model.vision_cuda_graph_impl=none"),
+        pair("M27", LLAMA, "model.mhc_recompute_layer_num=2", "model.mhc_recompute_layer_num=null"),
+        pair("M27", LLAMA, "peft.dim=8", "peft.dim=8 peft.scheme=lora"),
+        pair("M27", HYBRID, "model.linear_key_head_dim=64", "model.mamba_chunk_size=64"),
+        pair("M28", LLAMA, "--rendezvous_timeout 5", "--rendezvous_timeout 5 --nproc_per_node 2"),
+        pair("M28", LLAMA, "--full_size --device cuda", "--full_size --device auto"),
+        pair("M28", LLAMA, "--attention_backend own --device cpu", "--attention_backend own --device auto"),
+        pair("M28", LLAMA, "--comm_model ib:50 -ng 1 -cp 1 -gb 8", "--comm_model ib:50"),
+        pair("M28", LLAMA, "--comm_model nvlink --device cpu", "--comm_model copy --device cpu"),
+        pair("M29", LLAMA, "--extrapolate --max_microbatches 0", "--extrapolate --max_microbatches 1"),
         pair("M22", QWEN, "--first_k_dense_replace 48", "--first_k_dense_replace 47"),
         pair("R11", LLAMA, format!("{TE} full_iteration"), FULL),
         pair("R12", LLAMA, format!("{FULL},mlp"), FULL),
@@ -339,6 +418,51 @@ fn the_environment_is_judged() {
     assert_eq!(judged("-m llama -mr llama3_8b -g b200", &te, EXPANDABLE).rule(), Some("R55"));
     assert_eq!(judged(LLAMA, "--nccl_ub true", EXPANDABLE).rule(), Some("R49b"));
     assert!(matches!(judged(LLAMA, "--nccl_ub true", &[]), Outcome::Ok(_)));
+}
+
+/// A launcher's processes count as `--nproc_per_node`'s do.
+#[test]
+fn processes_of_a_launcher_are_several() {
+    let torchrun = [
+        ("WORLD_SIZE", "2"),
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "a"),
+        ("MASTER_PORT", "29500"),
+    ];
+    for (model, rest, id) in [(LLAMA, "--rendezvous_timeout 5", "M28"), (QWEN, "--moe_row_bound 2", "M26")] {
+        assert_eq!(judged(model, rest, &[]).rule(), Some(id));
+        assert!(matches!(judged(model, rest, &torchrun), Outcome::Ok(_)), "{rest}");
+    }
+}
+
+/// What only a recipe sets is never refused as idle, and what has no effect by design is told.
+#[test]
+fn settings_of_recipes_are_not_the_users() {
+    // qwen3_30b_a3b sets warm-up steps and optimizer, and both are idle here.
+    for rest in ["--cuda_graph_impl none", "--optimizer none", "--stack_only", DROP] {
+        assert!(matches!(judged(QWEN, rest, &[]), Outcome::Ok(_)), "{rest}");
+    }
+    let told = |rest: &str, id: &str| match judged(LLAMA, rest, &[]) {
+        Outcome::Ok(resolved) => resolved.notices.iter().any(|n| n.id == id),
+        Outcome::Error { message, .. } => panic!("{rest}: {message}"),
+    };
+    assert!(told("--cuda_graph_impl none model.use_te_rng_tracker=true", "rng_tracker_ignored"));
+    assert!(!told("--cuda_graph_impl none model.use_te_rng_tracker=false", "rng_tracker_ignored"));
+    assert!(told("--optimizer none --optimizer_type adam", "optimizer_left_out"));
+}
+
+/// `rng.seed` is the seed where no `--seed` is given.
+#[test]
+fn the_seed_may_be_an_override() {
+    let seed = |rest: &str| match judged(LLAMA, rest, &[]) {
+        Outcome::Ok(resolved) => resolved.config.seed,
+        Outcome::Error { message, .. } => panic!("{rest}: {message}"),
+    };
+    assert_eq!(
+        [seed(""), seed("rng.seed=7"), seed("rng.seed=7 --seed 9"), seed("rng.seed=7 --seed 1234")],
+        [1234, 7, 9, 1234]
+    );
 }
 
 #[test]

@@ -21,7 +21,9 @@ pub use values::*;
 use crate::keys::{short, short_words};
 use clap::builder::NonEmptyStringValueParser;
 use clap::error::{ContextValue, ErrorKind};
-use clap::{CommandFactory, Parser};
+use clap::parser::ValueSource;
+use clap::{CommandFactory, FromArgMatches, Parser};
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -234,8 +236,10 @@ where
         check_override(word)?;
     }
     let (normal, scopes) = normalise(&Args::command(), &tokens)?;
-    let mut args = match Args::try_parse_from(with_name(&normal)) {
-        Ok(args) => args,
+    let matches = Args::command().try_get_matches_from(with_name(&normal));
+    let read = matches.and_then(|m| Args::from_arg_matches(&m).map(|args| (args, given(&m))));
+    let (mut args, given) = match read {
+        Ok(read) => read,
         Err(e) if e.kind() == ErrorKind::DisplayHelp => {
             return Err(ArgsError::Show(help::render(&mut Args::command(), &SubCli::command())));
         }
@@ -246,7 +250,14 @@ where
     }
     args.argv = tokens;
     args.scope_repeated = scopes > 1;
+    args.given = given;
     Ok(Command::Run(Box::new(args)))
+}
+
+/// Ids of what the command line names itself: a default that is typed is given too.
+fn given(matches: &clap::ArgMatches) -> BTreeSet<String> {
+    let typed = |id: &str| matches.value_source(id) == Some(ValueSource::CommandLine);
+    matches.ids().map(clap::Id::as_str).filter(|id| typed(id)).map(str::to_owned).collect()
 }
 
 /// `ops [NAME] <a run's options>`.

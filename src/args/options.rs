@@ -9,6 +9,7 @@ use crate::ops::collective::held::CommModel;
 use crate::report::Dialect;
 use clap::ValueEnum;
 use clap::builder::NonEmptyStringValueParser;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// The defaults that are mbperf's own, in one place.
@@ -71,6 +72,9 @@ pub struct Args {
     /// `--cuda_graph_scope` was given more than once; the last one is in force.
     #[arg(skip)]
     pub scope_repeated: bool,
+    /// Long names of the options that were typed, whatever their value.
+    #[arg(skip)]
+    pub given: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, clap::Args)]

@@ -177,6 +177,8 @@ pub struct DeviceInfo {
     pub attention_backend: Option<String>,
     /// Hash of the GEMM plans in force: shapes and algorithms.
     pub gemm_plan_digest: Option<String>,
+    /// What kernels are compiled for, as NVRTC names it; for the run file.
+    pub kernel_target: Option<String>,
     /// Library versions for the run file, by name.
     pub libraries: Vec<(String, String)>,
     /// What the device does otherwise than asked or expected, in sentences.

@@ -10,6 +10,7 @@ use crate::config::{
 use crate::ops::rope::RopeScaling;
 use crate::ops::rope::axes::MERGE;
 use crate::ops::rope::scaling::{Llama3, Yarn};
+use crate::ranks::launch;
 use crate::recipe::{Recipe, hybrid_kinds, layer_kinds, padded_vocab};
 use crate::rules::{Effective, Values, layout_of};
 use std::collections::BTreeSet;
@@ -48,6 +49,8 @@ pub fn effective(
         expandable_segments: env("PYTORCH_CUDA_ALLOC_CONF")
             .is_some_and(|v| v.contains("expandable_segments:True")),
         nccl_graph_register: env("NCCL_GRAPH_REGISTER"),
+        // What a launcher's variables contradict is told where processes are started.
+        several_processes: launch::start(args.mbperf.nproc_per_node, env).is_ok_and(|s| s.is_some()),
         num_gpus: args.general.num_gpus.unwrap_or_else(|| i64::try_from(recipe.num_gpus).unwrap_or(1)),
         family: recipe.family.clone(),
         recipe: recipe.model.clone(),
@@ -147,11 +150,18 @@ pub fn config(
         },
         stack_only: args.mbperf.stack_only,
         overlap_wgrad: args.mbperf.overlap_wgrad,
-        seed: args.mbperf.seed,
+        seed: seed(e),
         parallel,
         approximations,
         not_built,
     }
+}
+
+/// `--seed`, or `rng.seed` where the user names that alone: a recipe's own is the harness's, which is the default here.
+fn seed(e: &Effective) -> u64 {
+    let key = "rng.seed";
+    let named = e.values.int(key).filter(|_| e.explicit.contains(key) && !e.given("seed"));
+    named.and_then(|n| u64::try_from(n).ok()).unwrap_or(e.args.mbperf.seed)
 }
 
 fn model(e: &Effective) -> Model {

@@ -81,6 +81,12 @@ pub fn coerce(
                 "--cuda_graph_impl none: the scope is dropped, the run is eager",
             ));
         }
+        if tracker_named && tracker {
+            notices.push(Notice::new(
+                "rng_tracker_ignored",
+                "implementation none: the RNG tracker is off in spite of the override, the run is eager",
+            ));
+        }
         scope.clear();
         tracker = false;
     } else if switched_on {

@@ -66,11 +66,17 @@ pub struct Effective {
     pub expandable_segments: bool,
     /// `NCCL_GRAPH_REGISTER`.
     pub nccl_graph_register: Option<String>,
+    /// The run is one of several processes, by `--nproc_per_node` or by a launcher.
+    pub several_processes: bool,
 }
 
 impl Effective {
     pub fn graphs(&self) -> bool {
         self.implementation != GraphImpl::None
+    }
+    /// The user typed this option, if only with its default value.
+    pub fn given(&self, long: &str) -> bool {
+        self.args.given.contains(long)
     }
     pub fn te(&self) -> bool {
         self.implementation == GraphImpl::TransformerEngine

@@ -312,38 +312,6 @@ pub const RULES: &[Rule] = &[
         },
     },
     Rule {
-        id: "M20",
-        wrong: "graph options that have no effect for the implementation",
-        remedy: "Leave the option out, or give --cuda_graph_impl with a scope.",
-        broken: |e| {
-            let graph_only = e.args.mbperf.aa == Some(crate::args::Arm::Graph) && !e.graphs();
-            let staging = e.args.mbperf.graph_staging == crate::args::Staging::None && !e.te();
-            when(graph_only, || "--aa graph with implementation none: there is no graph arm".to_owned())
-                .or_else(|| {
-                    when(staging, || {
-                        "--graph_staging none: only transformer_engine graphs have staging copies".to_owned()
-                    })
-                })
-        },
-    },
-    Rule {
-        id: "M21",
-        wrong: "MoE options on a model without experts",
-        remedy: "Leave the option out: it would change nothing.",
-        broken: |e| {
-            let a = &e.args;
-            let given = [
-                ("--moe_routing", a.mbperf.moe_routing != crate::config::Routing::Recipe),
-                ("--expert_gemm", a.mbperf.expert_gemm != crate::config::ExpertGemm::Grouped),
-                ("--moe_row_bound", a.mbperf.moe_row_bound != crate::args::defaults::MOE_ROW_BOUND),
-                ("--first_k_dense_replace", a.general.first_k_dense_replace.is_some()),
-                ("--moe_flex_dispatcher_backend", a.performance.moe_flex_dispatcher_backend.is_some()),
-            ];
-            let (name, _) = given.into_iter().find(|(_, given)| *given)?;
-            when(!e.moe(), || format!("{name} on {}, which has no experts", e.recipe))
-        },
-    },
-    Rule {
         id: "M22",
         wrong: "--first_k_dense_replace above the number of layers, or on a hybrid pattern",
         remedy: "Give a number from 0 to the number of layers less one.",

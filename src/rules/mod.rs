@@ -6,6 +6,7 @@
 
 mod effective;
 mod graphs;
+mod idle;
 mod overlap;
 mod sizes;
 
@@ -34,9 +35,10 @@ pub struct Violation {
     pub remedy: &'static str,
 }
 
-/// Every rule, in the order of judgement: sizes first, so that later rules may rely on them.
+/// Every rule, in the order of judgement: sizes first, so that later rules may rely on them; what has no
+/// effect last, for what is wrong matters more.
 pub fn rules() -> impl Iterator<Item = &'static Rule> {
-    sizes::NUMBERS.iter().chain(graphs::RULES).chain(overlap::RULES).chain(sizes::LAYOUT)
+    sizes::NUMBERS.iter().chain(graphs::RULES).chain(overlap::RULES).chain(sizes::LAYOUT).chain(idle::RULES)
 }
 
 /// The first rule that the configuration breaks.
@@ -63,7 +65,11 @@ pub const COERCIONS: &[(&str, &str)] = &[
     ),
     ("R05", "key=value overrides come before the flags: the flags win"),
     ("R07", "--cuda_graph_impl other than none switches both RNG tracker keys on"),
-    ("R08", "implementation none: the scope is dropped (notice scope_ignored) and the RNG tracker is off"),
+    (
+        "R08",
+        "implementation none: the scope is dropped (notice scope_ignored) and the RNG tracker is off (notice rng_tracker_ignored \
+         where an override had it on)",
+    ),
     (
         "R09",
         "a scope without an implementation: full_iteration means local, any other transformer_engine (notice impl_inferred)",

@@ -280,6 +280,11 @@ int nvrtcVersion(int* major, int* minor) {
     *minor = (int)((EMULATION + hash(rule ? rule : "") % 1000003) % 1000003);
     return OK;
 }
+int nvrtcGetNumSupportedArchs(int* n) { *n = 4; return OK; }
+int nvrtcGetSupportedArchs(int* out) {
+    for (int arch : {80, 86, 87, 89}) *out++ = arch;
+    return OK;
+}
 int nvrtcCreateProgram(Program** p, const char* source, const char* name, int headers, const char* const*, const char* const*) {
     if (headers) return INVALID_INPUT;
     *p = new Program{name, source, "", ""};
@@ -293,4 +298,7 @@ int nvrtcGetProgramLogSize(Program* p, size_t* n) { *n = p->log.size() + 1; retu
 int nvrtcGetProgramLog(Program* p, char* out) { memcpy(out, p->log.c_str(), p->log.size() + 1); return OK; }
 int nvrtcGetCUBINSize(Program* p, size_t* n) { *n = p->image.size(); return OK; }
 int nvrtcGetCUBIN(Program* p, char* out) { memcpy(out, p->image.data(), p->image.size()); return OK; }
+// There is no PTX of a host's program: it compiles for the emulated device, which needs none.
+int nvrtcGetPTXSize(Program*, size_t* n) { *n = 0; return OK; }
+int nvrtcGetPTX(Program*, char*) { return INVALID_INPUT; }
 }

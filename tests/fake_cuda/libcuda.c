@@ -1,7 +1,8 @@
 /* A driver without a GPU, for tests: device memory is host memory, copies and memsets happen at once, capture
    records nodes and a replay runs them. Kernels are looked up in the "cubin", which the fake NVRTC makes of the
    source text; only the executor's own reading kernels are carried out, all others do nothing.
-   FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_VERSION the version, FAKE_CUDA_FAIL a function that fails. */
+   FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_VERSION the version, FAKE_CUDA_FAIL a function that fails,
+   FAKE_CUDA_LOAD what loading a module returns. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +31,7 @@ R cuDeviceGet(int *d, int i) { *d = i; return i ? 101 : 0; }
 R cuDeviceGetName(char *s, int n, int d) { snprintf(s, n, "Fake GPU"); return 0; }
 R cuDeviceGetUuid_v2(char *u, int d) { memset(u, 0xAB, 16); return 0; }
 R cuDeviceTotalMem_v2(size_t *n, int d) { *n = 1ul << 30; return 0; }
-R cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : 0; return 0; }
+R cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : a == 97 ? 232448 : 0; return 0; }
 R cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)8; return fail("cuDevicePrimaryCtxRetain"); }
 R cuDevicePrimaryCtxRelease_v2(int d) { return 0; }
 R cuCtxSetCurrent(void *c) { return 0; }
@@ -95,7 +96,7 @@ R cuMemsetD32Async(P d, unsigned v, size_t n, Stream *s) { return put(s, (Node){
 R cuMemcpyDtoDAsync_v2(P d, P f, size_t n, Stream *s) { return put(s, (Node){ .kind = COPY, .dst = d, .src = f, .bytes = n }); }
 R cuMemcpyDtoHAsync_v2(void *d, P f, size_t n, Stream *s) { return put(s, (Node){ .kind = COPY, .dst = (P)d, .src = f, .bytes = n }); }
 
-R cuModuleLoadData(char **m, const char *image) { *m = strdup(image); return fail("cuModuleLoadData"); }
+R cuModuleLoadData(char **m, const char *image) { *m = strdup(image); return number("FAKE_CUDA_LOAD", fail("cuModuleLoadData")); }
 R cuModuleUnload(char *m) { free(m); return 0; }
 R cuModuleGetFunction(Function **f, char *module, const char *name) {
     char pattern[128];

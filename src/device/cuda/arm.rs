@@ -5,6 +5,7 @@ use super::graph::Instance;
 use super::lanes::{Dependencies, Lanes};
 use super::memory::Memory;
 use super::prep::{CudaPrep, DevPtr, Issue, OfflinePrep};
+use super::target::Target;
 use super::work::Work;
 use crate::capture::ArmPlan;
 use crate::device::DeviceError;
@@ -36,11 +37,11 @@ pub(super) struct Arm {
 
 /// Compiles on all cores what the arms' ops will ask for.
 pub(super) fn warm<'a>(
-    context: &Context,
+    (target, sm_count): (&Target, usize),
     kernels: &mut super::kernels::KernelCache,
     arms: impl Iterator<Item = &'a ArmPlan>,
 ) -> Result<(), DeviceError> {
-    let mut collected = OfflinePrep::collecting(&context.arch(), context.cc, context.sm_count);
+    let mut collected = OfflinePrep::collecting(target, sm_count);
     let mut seen = HashSet::new();
     for launch in arms.flat_map(|a| &a.program.launches) {
         if seen.insert(format!("{:?}", launch.op)) {

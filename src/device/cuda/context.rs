@@ -51,6 +51,8 @@ pub struct Context {
     /// Compute capability as major * 10 + minor.
     pub cc: u32,
     pub sm_count: usize,
+    /// Shared memory of one block, at most.
+    pub shared_bytes: usize,
     /// Second-level cache.
     pub l2_bytes: usize,
     pub total_bytes: usize,
@@ -88,6 +90,7 @@ impl Context {
         let major = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let sms = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let l2_bytes = attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
         // SAFETY: the name is zero-terminated: 255 bytes at most were written into 256 zeros.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
@@ -106,6 +109,7 @@ impl Context {
             uuid: uuid_text(&uuid),
             cc: (major * 10 + minor) as u32,
             sm_count: sms.max(1) as usize,
+            shared_bytes: shared.max(0) as usize,
             l2_bytes: l2_bytes.max(0) as usize,
             total_bytes,
             driver_cuda,
@@ -113,11 +117,6 @@ impl Context {
         // SAFETY: `raw` was retained just now.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(raw) })?;
         Ok(Rc::new(context))
-    }
-
-    /// NVRTC's name of the device's own architecture.
-    pub fn arch(&self) -> String {
-        arch_name(self.cc)
     }
 
     /// Waits for everything on the device.
@@ -200,11 +199,6 @@ fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<c_
     // SAFETY: writes the integer.
     check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) })?;
     Ok(value)
-}
-
-/// `sm_80` for 80; from Hopper on the architecture-specific set, `sm_90a`.
-pub fn arch_name(cc: u32) -> String {
-    format!("sm_{cc}{}", if cc >= 90 { "a" } else { "" })
 }
 
 fn uuid_text(uuid: &sys::CUuuid) -> String {
@@ -384,12 +378,6 @@ impl Drop for Event {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn architecture_names_carry_the_specific_set_from_hopper_on() {
-        let names: Vec<String> = [80, 89, 90, 100, 120].into_iter().map(arch_name).collect();
-        assert_eq!(names, ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]);
-    }
 
     #[test]
     fn uuids_read_as_nvml_writes_them() {

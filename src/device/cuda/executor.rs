@@ -126,7 +126,7 @@ impl CudaExecutor {
             }
             None => None,
         };
-        arm::warm(context, &mut session.kernels.borrow_mut(), arms())?;
+        arm::warm((&session.target, context.sm_count), &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
         let mut attention_use = AttentionUse::default();
         session.matmuls.borrow_mut().begin_run();
@@ -142,7 +142,7 @@ impl CudaExecutor {
                 attention_use: &mut attention_use,
                 comms: comms.as_ref(),
                 sm_count: context.sm_count,
-                cc: context.cc,
+                cc: session.target.cc,
             };
             let ready = Ready::prepare(context, &mut prep, &memory, arm, &mut cache)?;
             let results = gather(&session, &mut prep, &memory, &ready, results.address(), words)?;
@@ -430,8 +430,9 @@ impl Executor for CudaExecutor {
             total_memory_mib: Some(context.total_bytes as f64 / MIB),
             attention_backend: self.attention_use.title(),
             gemm_plan_digest: self.gemm_plan_digest.clone(),
+            kernel_target: Some(self.session.target.name.clone()),
             libraries: libraries.into_iter().filter_map(version).collect(),
-            notices: self.attention_use.refusals.clone(),
+            notices: self.session.notice.iter().chain(&self.attention_use.refusals).cloned().collect(),
         }
     }
 

@@ -1,17 +1,17 @@
 //! Kernels: compiled by NVRTC, cached, looked up once, launched with checked parameters.
 
-use super::context::check;
 use super::disk::{self, DiskCache};
 pub use super::launch::{Kernel, KernelLaunch};
 use super::launch::{KernelInner, MAX_PARAMS};
+use super::module::{Module, allow_shared, parameter_sizes, unfit};
 use super::nvrtc::{self, Usage};
 use super::prep::KernelSource;
 use super::signature;
+use super::target::{Code, Parties, Target};
 use crate::device::DeviceError;
 use cudarc::driver::sys;
 use rayon::prelude::*;
 use std::collections::HashMap;
-use std::ffi::CString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -55,28 +55,33 @@ impl Key {
 #[derive(Debug)]
 pub struct KernelCache {
     mode: Mode,
-    arch: String,
+    target: Target,
     nvrtc: Option<(i32, i32)>,
+    /// Who chose the target, for what the driver refuses. `None` without a device.
+    parties: Option<Parties>,
     disk: Option<DiskCache>,
     /// Requests in order of their first mention.
     wanted: Vec<(KernelSource, Key)>,
-    cubins: HashMap<Key, Arc<Vec<u8>>>,
+    images: HashMap<Key, Arc<Vec<u8>>>,
     modules: HashMap<Key, Arc<Module>>,
     kernels: HashMap<(Key, String), Kernel>,
     usage: Vec<(String, Usage)>,
 }
 
 impl KernelCache {
-    /// For the current device. `folder`: where cubins are kept between runs, `None` keeps none.
-    /// Errors: [`DeviceError::Unavailable`] without NVRTC.
-    pub fn online(arch: &str, folder: Option<PathBuf>) -> Result<Self, DeviceError> {
-        let version = nvrtc::version()?;
-        Ok(Self { nvrtc: Some(version), disk: folder.map(DiskCache::new), ..Self::new(Mode::Online, arch) })
+    /// For the current device. `folder`: where images are kept between runs, `None` keeps none.
+    pub fn online(target: &Target, parties: Parties, folder: Option<PathBuf>) -> Self {
+        Self {
+            nvrtc: Some(parties.nvrtc),
+            parties: Some(parties),
+            disk: folder.map(DiskCache::new),
+            ..Self::new(Mode::Online, target)
+        }
     }
 
-    /// For no device: compiles for `arch` where NVRTC is found.
-    pub fn offline(arch: &str) -> Self {
-        Self { nvrtc: nvrtc::version().ok(), ..Self::new(Mode::Offline, arch) }
+    /// For no device: compiles for `target` where NVRTC is found.
+    pub fn offline(target: &Target) -> Self {
+        Self { nvrtc: nvrtc::version().ok(), ..Self::new(Mode::Offline, target) }
     }
 
     /// Puts what it compiles into a folder as [`KernelCache::online`] keeps it, for machines with a GPU to find.
@@ -85,18 +90,19 @@ impl KernelCache {
     }
 
     /// Notes what would be compiled, for [`KernelCache::warm`].
-    pub fn collecting(arch: &str) -> Self {
-        Self::new(Mode::Collect, arch)
+    pub fn collecting(target: &Target) -> Self {
+        Self::new(Mode::Collect, target)
     }
 
-    fn new(mode: Mode, arch: &str) -> Self {
+    fn new(mode: Mode, target: &Target) -> Self {
         Self {
             mode,
-            arch: arch.to_owned(),
+            target: target.clone(),
             nvrtc: None,
+            parties: None,
             disk: None,
             wanted: Vec::new(),
-            cubins: HashMap::new(),
+            images: HashMap::new(),
             modules: HashMap::new(),
             kernels: HashMap::new(),
             usage: Vec::new(),
@@ -117,7 +123,7 @@ impl KernelCache {
     /// Compiles everything that `collected` noted, on all cores.
     pub fn warm(&mut self, collected: &KernelCache) -> Result<(), DeviceError> {
         let missing: Vec<&(KernelSource, Key)> =
-            collected.wanted.iter().filter(|(_, key)| !self.cubins.contains_key(key)).collect();
+            collected.wanted.iter().filter(|(_, key)| !self.images.contains_key(key)).collect();
         let built: Vec<(Key, Built)> = missing
             .par_iter()
             .map(|(source, key)| Ok((key.clone(), self.build(*source, key)?)))
@@ -158,7 +164,7 @@ impl KernelCache {
         if !self.wanted.iter().any(|(_, k)| *k == key) {
             self.wanted.push((source, key.clone()));
         }
-        if self.compiles() && !self.cubins.contains_key(&key) {
+        if self.compiles() && !self.images.contains_key(&key) {
             let built = self.build(source, &key)?;
             self.keep(key.clone(), built);
         }
@@ -189,9 +195,9 @@ impl KernelCache {
         if let Some(module) = self.modules.get(key) {
             return Ok(module.clone());
         }
-        let cubin = self.cubins.get(key).cloned();
-        let cubin = cubin.ok_or_else(|| DeviceError::internal(format!("no cubin of {}", key.title())))?;
-        let module = Arc::new(Module::load(&cubin, &key.title())?);
+        let image = self.images.get(key).cloned();
+        let image = image.ok_or_else(|| DeviceError::internal(format!("no image of {}", key.title())))?;
+        let module = Arc::new(Module::load(&image).map_err(|code| self.refused(code, key))?);
         self.modules.insert(key.clone(), module.clone());
         Ok(module)
     }
@@ -200,120 +206,66 @@ impl KernelCache {
     fn build(&self, source: KernelSource, key: &Key) -> Result<Built, DeviceError> {
         let mut options: Vec<String> =
             ["--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v"].map(String::from).into();
-        options.push(format!("--gpu-architecture={}", self.arch));
+        options.push(format!("--gpu-architecture={}", self.target.name));
         options.extend(key.defines.lines().map(String::from));
         let text = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text);
         let version = format!("{:?}", self.nvrtc);
-        let file = format!("{}.cubin", disk::key(&[&text, &options.join("\n"), &version]));
+        let kind = match self.target.code {
+            Code::Cubin => "cubin",
+            Code::Ptx => "ptx",
+        };
+        // The target is among the options.
+        let file = format!("{}.{kind}", disk::key(&[&text, &options.join("\n"), &version]));
         // Without a device all is compiled, for what the compiler says of it.
         let kept = self.disk.as_ref().filter(|_| self.mode == Mode::Online);
-        if let Some(cubin) = kept.and_then(|d| d.get(&file)) {
-            return Ok(Built { cubin, usage: Vec::new() });
+        if let Some(image) = kept.and_then(|d| d.get(&file)) {
+            return Ok(Built { image, usage: Vec::new() });
         }
-        let compiled = nvrtc::compile(source.name, &text, &options).map_err(|e| {
+        let compiled = nvrtc::compile(source.name, &text, &options, self.target.code).map_err(|e| {
             if e.to_string().contains("gpu-architecture") {
                 let (major, minor) = self.nvrtc.unwrap_or_default();
                 return DeviceError::Unavailable(format!(
                     "NVRTC {major}.{minor} cannot compile for {}: install a newer one, or name its folder with --cuda_path",
-                    self.arch
+                    self.target.name
                 ));
             }
             e
         })?;
         if let Some(disk) = &self.disk {
             // A cache that cannot be written costs the next run some seconds, not this one its result.
-            let _ = disk.put(&file, &compiled.cubin);
+            let _ = disk.put(&file, &compiled.image);
         }
-        Ok(Built { cubin: compiled.cubin, usage: nvrtc::usage(&compiled.log) })
+        Ok(Built { image: compiled.image, usage: nvrtc::usage(&compiled.log) })
+    }
+
+    /// The driver does not load what NVRTC made.
+    fn refused(&self, code: sys::CUresult, key: &Key) -> DeviceError {
+        match &self.parties {
+            Some(parties) if unfit(code) => DeviceError::Unavailable(format!(
+                "the driver refuses kernels compiled for {} (cuModuleLoadData: {code:?}, {}): {}: {}",
+                self.target.name,
+                key.title(),
+                parties.versions(),
+                parties.remedy()
+            )),
+            _ => DeviceError::Driver {
+                call: "cuModuleLoadData",
+                code: format!("{code:?}"),
+                phase: crate::device::Phase::Prepare,
+                at: format!(" ({})", key.title()),
+            },
+        }
     }
 
     fn keep(&mut self, key: Key, built: Built) {
         self.usage.extend(built.usage.into_iter().map(|u| (key.title(), u)));
-        self.cubins.insert(key, Arc::new(built.cubin));
+        self.images.insert(key, Arc::new(built.image));
     }
 }
 
 struct Built {
-    cubin: Vec<u8>,
+    image: Vec<u8>,
     usage: Vec<Usage>,
-}
-
-/// A cubin loaded into the current context.
-#[derive(Debug)]
-pub(super) struct Module {
-    raw: sys::CUmodule,
-}
-
-// SAFETY: a module handle is a plain identifier; the driver allows its use from every thread.
-unsafe impl Send for Module {}
-// SAFETY: as above.
-unsafe impl Sync for Module {}
-
-impl Module {
-    fn load(cubin: &[u8], title: &str) -> Result<Self, DeviceError> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: `cubin` is a whole image from NVRTC; the driver copies it.
-        let code = unsafe { sys::cuModuleLoadData(&mut raw, cubin.as_ptr().cast()) };
-        if code == sys::CUresult::CUDA_SUCCESS {
-            return Ok(Self { raw });
-        }
-        Err(DeviceError::Driver {
-            call: "cuModuleLoadData",
-            code: format!("{code:?}"),
-            phase: crate::device::Phase::Prepare,
-            at: format!(" ({title}); if the driver is older than NVRTC, update it"),
-        })
-    }
-
-    fn function(&self, entry: &str) -> Result<sys::CUfunction, DeviceError> {
-        let name =
-            CString::new(entry).map_err(|_| DeviceError::internal("a zero byte in a kernel's name"))?;
-        let mut function = std::ptr::null_mut();
-        // SAFETY: the module is loaded and the name zero-terminated.
-        check("cuModuleGetFunction", unsafe {
-            sys::cuModuleGetFunction(&mut function, self.raw, name.as_ptr())
-        })?;
-        // Now, not at the first launch, which may lie in a capture.
-        // SAFETY: the function was found just now.
-        check("cuFuncLoad", unsafe { sys::cuFuncLoad(function) })?;
-        Ok(function)
-    }
-}
-
-impl Drop for Module {
-    fn drop(&mut self) {
-        // SAFETY: loaded once, unloaded once; kernels hold an Arc of it.
-        unsafe { sys::cuModuleUnload(self.raw) };
-    }
-}
-
-/// Sizes of the first `most` parameters. No further one is asked for: that question is an error to a checker.
-fn parameter_sizes(function: sys::CUfunction, most: usize) -> Result<Vec<usize>, DeviceError> {
-    let mut sizes = Vec::new();
-    for index in 0..most {
-        let (mut offset, mut size) = (0, 0);
-        // SAFETY: the function is loaded; writes the two integers.
-        match unsafe { sys::cuFuncGetParamInfo(function, index, &mut offset, &mut size) } {
-            sys::CUresult::CUDA_SUCCESS => sizes.push(size),
-            // A variant with fewer.
-            sys::CUresult::CUDA_ERROR_INVALID_VALUE => break,
-            other => check("cuFuncGetParamInfo", other)?,
-        }
-    }
-    Ok(sizes)
-}
-
-fn allow_shared(function: sys::CUfunction, bytes: u32, kernel: &KernelInner) -> Result<(), DeviceError> {
-    let which = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // SAFETY: the function is loaded.
-    let code = unsafe { sys::cuFuncSetAttribute(function, which, bytes as i32) };
-    check("cuFuncSetAttribute", code).map_err(|_| {
-        DeviceError::Invalid(format!(
-            "kernel `{}` of {} wants {bytes} bytes of shared memory, more than this GPU gives a block (an A100 166912, \
-             an H100 or B200 232448): choose a smaller width of the layer's state or head, or another GPU",
-            kernel.name, kernel.source
-        ))
-    })
 }
 
 #[cfg(test)]
@@ -327,13 +279,22 @@ mod tests {
                int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] = to_bf16(to_f32(x[i]) * by * TIMES); }",
     };
 
+    fn target(name: &str) -> Target {
+        let code = if name.starts_with("sm_") { Code::Cubin } else { Code::Ptx };
+        Target { name: name.into(), cc: 90, code }
+    }
+
+    fn parties(nvrtc: (i32, i32)) -> Parties {
+        Parties { device: 90, shared_bytes: 227 << 10, supported: vec![90], nvrtc, driver: (12, 8) }
+    }
+
     fn defines() -> [(&'static str, String); 1] {
         [("TIMES", "2".to_owned())]
     }
 
     #[test]
     fn arguments_are_checked_against_the_source() {
-        let mut cache = KernelCache::offline("sm_90a");
+        let mut cache = KernelCache::offline(&target("sm_90a"));
         let kernel = cache.get(SOURCE, "scale", &defines(), 0).unwrap();
         let config = Config::linear(4, 256);
         let good = [Param::Ptr(DevPtr(64)), Param::I32(3), Param::F32(1.0)];
@@ -350,7 +311,7 @@ mod tests {
 
     #[test]
     fn a_launch_without_a_device_is_refused() {
-        let kernel = KernelCache::collecting("sm_90a").get(SOURCE, "scale", &defines(), 0).unwrap();
+        let kernel = KernelCache::collecting(&target("sm_90a")).get(SOURCE, "scale", &defines(), 0).unwrap();
         let launch = kernel
             .bind(Config::linear(1, 32), &[Param::Ptr(DevPtr(64)), Param::I32(3), Param::F32(1.0)])
             .unwrap();
@@ -359,7 +320,7 @@ mod tests {
 
     #[test]
     fn each_source_with_its_defines_is_wanted_once() {
-        let mut cache = KernelCache::collecting("sm_90a");
+        let mut cache = KernelCache::collecting(&target("sm_90a"));
         for times in ["2", "3", "2"] {
             cache.get(SOURCE, "scale", &[("TIMES", times.to_owned())], 0).unwrap();
         }
@@ -370,31 +331,77 @@ mod tests {
     #[test]
     fn sources_are_compiled_and_kept_on_disk() {
         let folder = tempfile::tempdir().unwrap();
-        let mut wanted = KernelCache::collecting("sm_90a");
+        let mut wanted = KernelCache::collecting(&target("sm_90a"));
         wanted.get(SOURCE, "scale", &defines(), 0).unwrap();
-        let open = || KernelCache::online("sm_90a", Some(folder.path().to_path_buf()));
-        let mut cache = match open() {
-            Ok(cache) => cache,
+        let version = match nvrtc::version() {
+            Ok(version) => version,
             Err(e) => {
                 assert!(matches!(e, DeviceError::Unavailable(_)), "{e}");
                 eprintln!("skipped: {e}");
                 return;
             }
         };
+        let open =
+            || KernelCache::online(&target("sm_90a"), parties(version), Some(folder.path().to_path_buf()));
+        let mut cache = open();
         cache.warm(&wanted).unwrap();
         assert_eq!(cache.usage()[0].1.kernel, "scale");
-        let cubin = cache.cubins.values().next().unwrap().clone();
+        let cubin = cache.images.values().next().unwrap().clone();
         // A second cache reads the file; after damage it compiles again.
-        let mut second = open().unwrap();
+        let mut second = open();
         second.warm(&wanted).unwrap();
         assert!(second.usage().is_empty(), "compiled although the file was there");
-        assert_eq!(second.cubins.values().next().unwrap(), &cubin);
+        assert_eq!(second.images.values().next().unwrap(), &cubin);
         let file = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
         std::fs::write(&file, "damaged").unwrap();
-        let mut third = open().unwrap();
+        let mut third = open();
         third.warm(&wanted).unwrap();
         assert_eq!(third.usage().len(), 1);
-        assert_eq!(third.cubins.values().next().unwrap(), &cubin);
+        assert_eq!(third.images.values().next().unwrap(), &cubin);
+    }
+
+    /// What the driver cannot run is told with the three versions; another failure is the call's.
+    #[test]
+    fn a_refusal_names_the_versions_and_what_to_change() {
+        let cache = KernelCache::online(&target("compute_89"), parties((13, 0)), None);
+        let key = Key::of(SOURCE, &[]);
+        for code in
+            [sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION, sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU]
+        {
+            let e = cache.refused(code, &key);
+            assert!(matches!(e, DeviceError::Unavailable(_)), "{e}");
+            for part in [
+                "compute_89",
+                "capability 9.0",
+                "NVRTC is 13.0",
+                "CUDA 12.8",
+                "update the driver to one for CUDA 13.0",
+            ] {
+                assert!(e.to_string().contains(part), "{e} lacks {part}");
+            }
+        }
+        let e = cache.refused(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY, &key);
+        assert!(matches!(e, DeviceError::Driver { .. }), "{e}");
+    }
+
+    /// PTX ends with the zero that the driver reads up to, and is kept apart from machine code.
+    #[test]
+    fn ptx_is_made_where_there_is_no_machine_code() {
+        let Ok(version) = nvrtc::version() else {
+            eprintln!("skipped: no NVRTC");
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let mut wanted = KernelCache::collecting(&target("compute_80"));
+        wanted.get(SOURCE, "scale", &defines(), 0).unwrap();
+        let mut cache =
+            KernelCache::online(&target("compute_80"), parties(version), Some(folder.path().to_path_buf()));
+        cache.warm(&wanted).unwrap();
+        let image = cache.images.values().next().unwrap();
+        let text = std::ffi::CStr::from_bytes_with_nul(image).unwrap().to_str().unwrap();
+        assert!(text.contains(".target sm_80") && text.contains(".entry scale"), "{text}");
+        let file = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+        assert_eq!(file.extension().unwrap(), "ptx");
     }
 
     #[test]
@@ -403,14 +410,14 @@ mod tests {
             name: "test/bad.cu",
             text: "extern \"C\" __global__ void bad(int n) { undeclared = n; }",
         };
-        let mut cache = KernelCache::offline("sm_90a");
+        let mut cache = KernelCache::offline(&target("sm_90a"));
         if !cache.compiles() {
             eprintln!("skipped: no NVRTC");
             return;
         }
         let e = cache.get(bad, "bad", &[], 0).unwrap_err().to_string();
         assert!(e.contains("test/bad.cu(1)") && e.contains("undeclared"), "{e}");
-        let mut future = KernelCache::offline("sm_999");
+        let mut future = KernelCache::offline(&target("sm_999"));
         let e = future.get(SOURCE, "scale", &defines(), 0).unwrap_err();
         assert!(matches!(e, DeviceError::Unavailable(_)), "{e}");
     }

@@ -1,7 +1,7 @@
 //! A kernel that was found, and its launches with checked parameters.
 
 use super::context::check;
-use super::kernels::Module;
+use super::module::Module;
 use super::prep::{Config, Param};
 use super::signature::{self, Declared};
 use super::work::Work;

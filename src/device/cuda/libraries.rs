@@ -4,9 +4,8 @@
 //! before its first call. A library in a folder that the loader does not know (a Python environment, a
 //! toolkit without `ldconfig`) is opened here first by its absolute path; the loader then finds it by its
 //! SONAME when cudarc asks.
-//!
-//! Over 500 lines: a library's names, folders, version and symbols are one table's rows and are read together.
 
+pub use super::probe::{Availability, probe};
 use crate::device::DeviceError;
 use libloading::os::unix::{Library as Dl, RTLD_GLOBAL, RTLD_NOW};
 use std::env;
@@ -124,13 +123,7 @@ pub fn set_path(path: &Path) {
 
 /// The folders searched beside the loader's own, in order. Only those that exist.
 pub fn folders() -> Vec<PathBuf> {
-    let asked = EXTRA.lock().ok().and_then(|e| e.clone());
-    let mut out = Vec::new();
-    for root in asked.into_iter().chain(env::var_os(PATH_VARIABLE).map(PathBuf::from)) {
-        out.extend([root.join("lib64"), root.join("lib"), root.join("targets/x86_64-linux/lib")]);
-        out.extend(glob_dirs(&root.join("nvidia"), "lib"));
-        out.push(root);
-    }
+    let mut out = asked_folders();
     let environments: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH"]
         .iter()
         .filter_map(env::var_os)
@@ -150,6 +143,18 @@ pub fn folders() -> Vec<PathBuf> {
     }
     let mut seen = std::collections::HashSet::new();
     out.retain(|p| p.is_dir() && seen.insert(p.clone()));
+    out
+}
+
+/// Those of them that lie below what the user named.
+fn asked_folders() -> Vec<PathBuf> {
+    let asked = EXTRA.lock().ok().and_then(|e| e.clone());
+    let mut out = Vec::new();
+    for root in asked.into_iter().chain(env::var_os(PATH_VARIABLE).map(PathBuf::from)) {
+        out.extend([root.join("lib64"), root.join("lib"), root.join("targets/x86_64-linux/lib")]);
+        out.extend(glob_dirs(&root.join("nvidia"), "lib"));
+        out.push(root);
+    }
     out
 }
 
@@ -185,27 +190,51 @@ fn children(parent: &Path, keep: impl Fn(&str) -> bool) -> Vec<PathBuf> {
 /// Opens `library` for the rest of the process, or says what was tried. The first answer is kept.
 pub fn find(library: Library) -> Result<Found, String> {
     static ANSWERS: Mutex<Vec<(Library, Result<Found, String>)>> = Mutex::new(Vec::new());
+    // Before the lock, which asking for the driver takes too.
+    let driver = if library == Library::Nvrtc { driver_major() } else { None };
     let Ok(mut answers) = ANSWERS.lock() else {
         return Err("the list of libraries is unusable after a panic".to_owned());
     };
     if let Some((_, answer)) = answers.iter().find(|(l, _)| *l == library) {
         return answer.clone();
     }
-    let answer = search(library, &if library.searched() { folders() } else { Vec::new() });
+    let folders = if library.searched() { folders() } else { Vec::new() };
+    let answer = search(library, &folders, &asked_folders(), driver);
     answers.push((library, answer.clone()));
     answer
 }
 
-fn search(library: Library, folders: &[PathBuf]) -> Result<Found, String> {
-    let asked = EXTRA.lock().ok().is_some_and(|e| e.is_some()) || env::var_os(PATH_VARIABLE).is_some();
-    let in_folders =
-        || folders.iter().flat_map(|f| library.names().iter().map(move |n| f.join(n))).filter(|p| p.exists());
-    let by_loader = library.names().iter().map(PathBuf::from);
-    // A folder that the user named goes before the loader's own.
-    let candidates: Vec<PathBuf> =
-        if asked { in_folders().chain(by_loader).collect() } else { by_loader.chain(in_folders()).collect() };
+/// The CUDA version that the driver supports, its first number. `None` without a driver, or where it does not say.
+fn driver_major() -> Option<u32> {
+    find(Library::Driver).ok()?.version?.split('.').next()?.parse().ok()
+}
+
+/// Where `library` may lie, the likeliest first: what the user named, the loader's own, the other folders. Files of the
+/// driver's own CUDA version go before all others of these two kinds: a driver may refuse what a newer NVRTC makes.
+fn candidates(library: Library, folders: &[PathBuf], asked: &[PathBuf], driver: Option<u32>) -> Vec<PathBuf> {
+    let names = library.names();
+    let within = |folder: &PathBuf| -> Vec<PathBuf> { names.iter().map(|n| folder.join(n)).collect() };
+    let (named, others): (Vec<&PathBuf>, Vec<&PathBuf>) = folders.iter().partition(|f| asked.contains(f));
+    let own = |path: &PathBuf| {
+        let of = |major: u32| path.to_string_lossy().ends_with(&format!(".so.{major}"));
+        !driver.is_some_and(of)
+    };
+    let mut first: Vec<PathBuf> = named.into_iter().flat_map(within).filter(|p| p.exists()).collect();
+    let mut rest: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    rest.extend(others.into_iter().flat_map(within).filter(|p| p.exists()));
+    first.sort_by_key(own);
+    rest.sort_by_key(own);
+    first.into_iter().chain(rest).collect()
+}
+
+fn search(
+    library: Library,
+    folders: &[PathBuf],
+    asked: &[PathBuf],
+    driver: Option<u32>,
+) -> Result<Found, String> {
     let mut broken = Vec::new();
-    for candidate in candidates {
+    for candidate in candidates(library, folders, asked, driver) {
         // SAFETY: opening runs the library's initialisers; these are NVIDIA's own libraries, found by name.
         match unsafe { Dl::open(Some(&candidate), RTLD_NOW | RTLD_GLOBAL) } {
             Ok(handle) => {
@@ -308,25 +337,18 @@ fn version(library: Library, address: usize) -> Option<String> {
 
 /// Opens `library` and makes sure that cudarc will find it with every function in `symbols`, so that no later
 /// call can panic.
-fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
-    use cudarc::{cublaslt, cudnn, cupti, driver, nvrtc};
-    let missing = |reason: String| {
-        DeviceError::Unavailable(format!(
-            "{} is needed by {} and was not found: {reason}; install it, or name its folder with --cuda_path (see `mbperf doctor`)",
-            library.title(),
-            library.needed_by()
-        ))
-    };
+pub(super) fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
+    use cudarc::{cublaslt, cudnn, cupti, driver};
+    let missing = |reason: String| DeviceError::Unavailable(missing(library, &reason));
     find(library).map_err(missing)?;
     // SAFETY: only opens the library.
     let present = unsafe {
         match library {
             Library::Driver => driver::sys::is_culib_present(),
-            Library::Nvrtc => nvrtc::sys::is_culib_present(),
             Library::CublasLt => cublaslt::sys::is_culib_present(),
             Library::Cupti => cupti::sys::is_culib_present(),
             Library::Cudnn => cudnn::sys::is_culib_present(),
-            Library::Nccl | Library::Nvml => true,
+            Library::Nvrtc | Library::Nccl | Library::Nvml => true,
         }
     };
     if !present {
@@ -341,11 +363,10 @@ fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
             unsafe {
                 match library {
                     Library::Driver => driver::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::Nvrtc => nvrtc::sys::culib().get::<Any>(name.as_bytes()).is_err(),
                     Library::CublasLt => cublaslt::sys::culib().get::<Any>(name.as_bytes()).is_err(),
                     Library::Cupti => cupti::sys::culib().get::<Any>(name.as_bytes()).is_err(),
                     Library::Cudnn => cudnn::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::Nccl | Library::Nvml => false,
+                    Library::Nvrtc | Library::Nccl | Library::Nvml => false,
                 }
             }
         })
@@ -353,17 +374,32 @@ fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
     if absent.is_empty() {
         return Ok(());
     }
-    Err(DeviceError::Unavailable(format!(
-        "{} lacks {}: it is too old or not NVIDIA's; update it (see `mbperf doctor`)",
-        library.title(),
-        absent.join(", ")
-    )))
+    Err(DeviceError::Unavailable(lacks(library, &absent.join(", "))))
 }
 
-/// Whether NVRTC can be called.
-pub fn ensure_nvrtc() -> Result<(), DeviceError> {
-    static ONCE: OnceLock<Result<(), String>> = OnceLock::new();
-    keep(&ONCE, || ensure(Library::Nvrtc, super::symbols::NVRTC))
+fn missing(library: Library, reason: &str) -> String {
+    format!(
+        "{} is needed by {} and was not found: {reason}; install it, or name its folder with --cuda_path (see `mbperf doctor`)",
+        library.title(),
+        library.needed_by()
+    )
+}
+
+/// That a library which was found has not these functions.
+pub(super) fn lacks(library: Library, absent: &str) -> String {
+    format!(
+        "{} lacks {absent}: it is too old or not NVIDIA's; update it (see `mbperf doctor`)",
+        library.title()
+    )
+}
+
+/// The library that [`find`] has opened, once more: for functions that are looked up in it and in no other.
+pub(super) fn open(library: Library) -> Result<Dl, String> {
+    let found = find(library).map_err(|reason| missing(library, &reason))?;
+    // The file itself: by its bare name the loader could choose another one.
+    let path = found.path.unwrap_or_else(|| PathBuf::from(&found.opened_as));
+    // SAFETY: open already, so that no initialiser runs.
+    unsafe { Dl::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) }.map_err(|e| missing(library, &e.to_string()))
 }
 
 /// Whether cuBLASLt can be called.
@@ -391,88 +427,6 @@ fn keep(
     once.get_or_init(|| ask().map_err(|e| e.to_string())).clone().map_err(DeviceError::Unavailable)
 }
 
-/// Whether there is something to run on, for `--device auto`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Availability {
-    /// No driver library: the CPU takes over.
-    NoDriver(String),
-    /// A driver, but no GPU that this process may see: the CPU takes over.
-    NoDevice(String),
-    /// Present, but too old or broken: exit 3.
-    Unusable(String),
-    /// So many devices.
-    Ready(usize),
-}
-
-/// Asks the driver. Never panics, whatever is installed. The first answer is kept.
-pub fn probe() -> Availability {
-    static ONCE: OnceLock<Availability> = OnceLock::new();
-    ONCE.get_or_init(ask_driver).clone()
-}
-
-fn ask_driver() -> Availability {
-    use cudarc::driver::sys;
-    if let Err(reason) = find(Library::Driver) {
-        return Availability::NoDriver(format!("no NVIDIA driver: {reason}"));
-    }
-    // The version first: an old driver lacks some symbols, and should be told that it is old.
-    if let Err(e) = ensure(Library::Driver, &["cuDriverGetVersion", "cuInit", "cuDeviceGetCount"]) {
-        return Availability::Unusable(e.to_string());
-    }
-    let (mut version, mut count) = (0, 0);
-    // SAFETY: the three functions exist (above); they write the integers passed.
-    let code = unsafe { sys::cuDriverGetVersion(&mut version) };
-    if code == sys::CUresult::CUDA_ERROR_STUB_LIBRARY {
-        return Availability::NoDriver("libcuda is the toolkit's stub: no NVIDIA driver".to_owned());
-    }
-    if code != sys::CUresult::CUDA_SUCCESS {
-        return Availability::Unusable(format!(
-            "cuDriverGetVersion failed with {code:?}; reinstall the driver"
-        ));
-    }
-    // SAFETY: as above.
-    let code = unsafe { sys::cuInit(0) };
-    let no_device = || {
-        let hidden = match env::var("CUDA_VISIBLE_DEVICES") {
-            Ok(v) => format!(" (CUDA_VISIBLE_DEVICES={v:?} may hide it)"),
-            Err(_) => String::new(),
-        };
-        Availability::NoDevice(format!("the NVIDIA driver sees no device{hidden}"))
-    };
-    match code {
-        sys::CUresult::CUDA_SUCCESS => {}
-        sys::CUresult::CUDA_ERROR_NO_DEVICE => return no_device(),
-        sys::CUresult::CUDA_ERROR_STUB_LIBRARY => {
-            return Availability::NoDriver("libcuda is the toolkit's stub: no NVIDIA driver".to_owned());
-        }
-        other => {
-            return Availability::Unusable(format!(
-                "cuInit failed with {other:?}: the driver is present but cannot be used; `nvidia-smi` may say why, \
-                 a reboot often helps after a driver update"
-            ));
-        }
-    }
-    if version < OLDEST_DRIVER {
-        return Availability::Unusable(format!(
-            "the NVIDIA driver supports CUDA {}.{}, mbperf needs {}.{} or newer: update the driver (570 or newer)",
-            version / 1000,
-            version % 1000 / 10,
-            OLDEST_DRIVER / 1000,
-            OLDEST_DRIVER % 1000 / 10
-        ));
-    }
-    if let Err(e) = ensure(Library::Driver, super::symbols::DRIVER) {
-        return Availability::Unusable(e.to_string());
-    }
-    // SAFETY: as above.
-    let code = unsafe { sys::cuDeviceGetCount(&mut count) };
-    match code {
-        sys::CUresult::CUDA_SUCCESS if count > 0 => Availability::Ready(count as usize),
-        sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NO_DEVICE => no_device(),
-        other => Availability::Unusable(format!("cuDeviceGetCount failed with {other:?}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -480,16 +434,41 @@ mod tests {
     #[test]
     fn a_missing_library_is_a_sentence() {
         let folder = tempfile::tempdir().unwrap();
-        let error = search(Library::Cudnn, &[folder.path().to_path_buf()]).unwrap_err();
+        let error = search(Library::Cudnn, &[folder.path().to_path_buf()], &[], None).unwrap_err();
         assert!(error.contains("libcudnn.so.9"), "{error}");
         assert!(error.contains(&folder.path().display().to_string()), "{error}");
+    }
+
+    #[test]
+    fn the_drivers_own_nvrtc_goes_first_and_what_the_user_named_before_it() {
+        let [old, new, both] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
+        let at = |folder: &tempfile::TempDir, major: u32| folder.path().join(format!("libnvrtc.so.{major}"));
+        for file in [at(&old, 12), at(&new, 13), at(&both, 12), at(&both, 13)] {
+            std::fs::write(file, "").unwrap();
+        }
+        let folders = [&new, &old, &both].map(|f| f.path().to_path_buf());
+        let order = |asked: &[PathBuf], driver| candidates(Library::Nvrtc, &folders, asked, driver);
+        let loaders = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].map(PathBuf::from);
+        // Without a driver: the loader's, newest first, then by folder.
+        let plain = order(&[], None);
+        assert_eq!(plain[..3], loaders);
+        assert_eq!(plain[3..], [at(&new, 13), at(&old, 12), at(&both, 13), at(&both, 12)]);
+        let twelve = order(&[], Some(12));
+        assert_eq!(twelve[..3], [loaders[1].clone(), at(&old, 12), at(&both, 12)]);
+        assert_eq!(twelve[3], loaders[0]);
+        assert_eq!(order(&[], Some(13))[..2], [loaders[0].clone(), at(&new, 13)]);
+        // A driver of the future changes nothing.
+        assert_eq!(order(&[], Some(14)), plain);
+        // The folder that was named wins with what it has.
+        assert_eq!(order(&folders[..1], Some(12))[..2], [at(&new, 13), loaders[1].clone()]);
+        assert_eq!(order(&folders[2..], Some(12))[..2], [at(&both, 12), at(&both, 13)]);
     }
 
     #[test]
     fn a_broken_library_is_named() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("libcudnn.so.9"), "not a library").unwrap();
-        let error = search(Library::Cudnn, &[folder.path().to_path_buf()]).unwrap_err();
+        let error = search(Library::Cudnn, &[folder.path().to_path_buf()], &[], None).unwrap_err();
         assert!(error.contains("not usable"), "{error}");
     }
 
@@ -507,11 +486,5 @@ mod tests {
     fn an_address_leads_to_its_file() {
         let here = mapped_file(an_address_leads_to_its_file as *const () as usize).unwrap();
         assert_eq!(here, env::current_exe().unwrap());
-    }
-
-    #[test]
-    fn probing_gives_an_answer_on_any_machine() {
-        // Whatever is installed here: a sentence or a count, no panic; and the same one twice.
-        assert_eq!(probe(), probe());
     }
 }

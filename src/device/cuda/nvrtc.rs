@@ -1,14 +1,19 @@
-//! One compilation: CUDA C in, cubin and log out.
+//! One compilation: CUDA C in, machine code or PTX and a log out.
+//!
+//! It is called by its own table of functions: several versions may be installed, and the one that `libraries` chose
+//! must answer, not the first that the loader finds by a bare name, as the bindings would.
 
-use super::libraries;
+use super::libraries::{self, Library};
+use super::target::Code;
 use crate::device::DeviceError;
-use cudarc::nvrtc::sys;
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::sync::OnceLock;
 
-/// A compiled program for one architecture.
+/// A compiled program for one target.
 #[derive(Debug, Clone)]
 pub struct Compiled {
-    pub cubin: Vec<u8>,
+    /// Machine code, or PTX with its final zero.
+    pub image: Vec<u8>,
     /// Warnings and, by kernel, registers, spills and shared memory.
     pub log: String,
 }
@@ -22,21 +27,107 @@ pub struct Usage {
     pub shared_bytes: u32,
 }
 
+/// `nvrtcProgram`.
+type Raw = *mut c_void;
+/// What the log, the machine code and the PTX are asked for with: first the size, then the bytes.
+type Size = unsafe extern "C" fn(Raw, *mut usize) -> c_int;
+type Bytes = unsafe extern "C" fn(Raw, *mut c_char) -> c_int;
+
+/// Declares the table: every function by its name in the library, looked up once.
+macro_rules! functions {
+    ($($field:ident = $name:literal: $signature:ty,)*) => {
+        struct Functions { $($field: $signature,)* }
+
+        impl Functions {
+            fn load(library: &libloading::os::unix::Library) -> Result<Self, String> {
+                // SAFETY: the signatures are those of nvrtc.h (CUDA 12 and 13 alike); the library stays open for the rest of
+                // the process.
+                Ok(Self { $($field: *unsafe { library.get::<$signature>($name.as_bytes()) }
+                    .map_err(|_| $name.to_owned())?,)* })
+            }
+        }
+    };
+}
+
+functions! {
+    version = "nvrtcVersion": unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
+    count_archs = "nvrtcGetNumSupportedArchs": unsafe extern "C" fn(*mut c_int) -> c_int,
+    archs = "nvrtcGetSupportedArchs": unsafe extern "C" fn(*mut c_int) -> c_int,
+    create = "nvrtcCreateProgram": unsafe extern "C" fn(
+        *mut Raw, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int,
+    destroy = "nvrtcDestroyProgram": unsafe extern "C" fn(*mut Raw) -> c_int,
+    compile = "nvrtcCompileProgram": unsafe extern "C" fn(Raw, c_int, *const *const c_char) -> c_int,
+    log_size = "nvrtcGetProgramLogSize": Size,
+    log = "nvrtcGetProgramLog": Bytes,
+    cubin_size = "nvrtcGetCUBINSize": Size,
+    cubin = "nvrtcGetCUBIN": Bytes,
+    ptx_size = "nvrtcGetPTXSize": Size,
+    ptx = "nvrtcGetPTX": Bytes,
+}
+
+/// The library that was chosen, opened; the first answer is kept.
+fn functions() -> Result<&'static Functions, DeviceError> {
+    static ONCE: OnceLock<Result<Functions, String>> = OnceLock::new();
+    let open = || {
+        let library = libraries::open(Library::Nvrtc)?;
+        let functions =
+            Functions::load(&library).map_err(|absent| libraries::lacks(Library::Nvrtc, &absent))?;
+        // Its functions are called as long as the process lives.
+        std::mem::forget(library);
+        Ok(functions)
+    };
+    ONCE.get_or_init(open).as_ref().map_err(|e| DeviceError::Unavailable(e.clone()))
+}
+
 /// Version of the library, e.g. `(13, 0)`.
 pub fn version() -> Result<(i32, i32), DeviceError> {
-    libraries::ensure_nvrtc()?;
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the function exists (above); it writes the two integers.
-    check("nvrtcVersion", unsafe { sys::nvrtcVersion(&mut major, &mut minor) })?;
+    // SAFETY: writes the two integers.
+    check("nvrtcVersion", unsafe { (functions()?.version)(&mut major, &mut minor) })?;
     Ok((major, minor))
 }
 
-fn check(call: &'static str, code: sys::nvrtcResult) -> Result<(), DeviceError> {
+/// Compute capabilities that it compiles for, as major * 10 + minor.
+pub fn supported() -> Result<Vec<u32>, DeviceError> {
+    let functions = functions()?;
+    let mut count = 0;
+    // SAFETY: writes the integer.
+    check("nvrtcGetNumSupportedArchs", unsafe { (functions.count_archs)(&mut count) })?;
+    let mut archs = vec![0; usize::try_from(count).unwrap_or(0)];
+    if !archs.is_empty() {
+        // SAFETY: `archs` has as many integers as it said that it has architectures.
+        check("nvrtcGetSupportedArchs", unsafe { (functions.archs)(archs.as_mut_ptr()) })?;
+    }
+    Ok(archs.into_iter().filter_map(|a| u32::try_from(a).ok()).collect())
+}
+
+/// Names of `nvrtcResult` (nvrtc.h of CUDA 13.0); CUDA 12 has the first twelve alike.
+const RESULTS: [&str; 12] = [
+    "NVRTC_SUCCESS",
+    "NVRTC_ERROR_OUT_OF_MEMORY",
+    "NVRTC_ERROR_PROGRAM_CREATION_FAILURE",
+    "NVRTC_ERROR_INVALID_INPUT",
+    "NVRTC_ERROR_INVALID_PROGRAM",
+    "NVRTC_ERROR_INVALID_OPTION",
+    "NVRTC_ERROR_COMPILATION",
+    "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE",
+    "NVRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION",
+    "NVRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION",
+    "NVRTC_ERROR_NAME_EXPRESSION_NOT_VALID",
+    "NVRTC_ERROR_INTERNAL_ERROR",
+];
+
+fn named(code: c_int) -> String {
+    let name = usize::try_from(code).ok().and_then(|i| RESULTS.get(i));
+    name.map_or_else(|| format!("nvrtcResult {code}"), |n| (*n).to_owned())
+}
+
+fn check(call: &'static str, code: c_int) -> Result<(), DeviceError> {
     match code {
-        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        0 => Ok(()),
         other => Err(DeviceError::Driver {
             call,
-            code: format!("{other:?}"),
+            code: named(other),
             phase: crate::device::Phase::Prepare,
             at: String::new(),
         }),
@@ -44,19 +135,41 @@ fn check(call: &'static str, code: sys::nvrtcResult) -> Result<(), DeviceError> 
 }
 
 /// Destroys the program on every path.
-struct Program(sys::nvrtcProgram);
+struct Program {
+    raw: Raw,
+    functions: &'static Functions,
+}
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: created once, destroyed once.
-        unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+        // SAFETY: created once, destroyed once. A failure could only leak what the process's end frees.
+        unsafe { (self.functions.destroy)(&mut self.raw) };
     }
 }
 
-/// Compiles `source` (named `name` in messages) to a cubin. `options` must name a real architecture (`sm_90a`).
-/// Errors carry the compiler's log. Safe to call from several threads.
-pub fn compile(name: &str, source: &str, options: &[String]) -> Result<Compiled, DeviceError> {
-    libraries::ensure_nvrtc()?;
+impl Program {
+    /// What two functions give: the size, then so many bytes.
+    fn bytes(
+        &self,
+        size: (&'static str, Size),
+        bytes: (&'static str, Bytes),
+    ) -> Result<Vec<u8>, DeviceError> {
+        let mut count = 0;
+        // SAFETY: the program is valid; writes the size.
+        check(size.0, unsafe { (size.1)(self.raw, &mut count) })?;
+        let mut out = vec![0u8; count];
+        if count > 0 {
+            // SAFETY: `out` has the size that was asked for.
+            check(bytes.0, unsafe { (bytes.1)(self.raw, out.as_mut_ptr().cast()) })?;
+        }
+        Ok(out)
+    }
+}
+
+/// Compiles `source` (named `name` in messages). `options` must name an architecture that has `code` (`sm_90a` machine
+/// code, `compute_80` PTX). Errors carry the compiler's log. Safe to call from several threads.
+pub fn compile(name: &str, source: &str, options: &[String], code: Code) -> Result<Compiled, DeviceError> {
+    let functions = functions()?;
     let no_zero = |_| DeviceError::internal(format!("a zero byte in the source or options of {name}"));
     let source = CString::new(source).map_err(no_zero)?;
     let title = CString::new(name).map_err(no_zero)?;
@@ -66,48 +179,35 @@ pub fn compile(name: &str, source: &str, options: &[String]) -> Result<Compiled,
     let mut raw = std::ptr::null_mut();
     // SAFETY: both strings live until the program is destroyed at the end of this function; no headers.
     check("nvrtcCreateProgram", unsafe {
-        sys::nvrtcCreateProgram(
-            &mut raw,
-            source.as_ptr(),
-            title.as_ptr(),
-            0,
-            std::ptr::null(),
-            std::ptr::null(),
-        )
+        (functions.create)(&mut raw, source.as_ptr(), title.as_ptr(), 0, std::ptr::null(), std::ptr::null())
     })?;
-    let program = Program(raw);
+    let program = Program { raw, functions };
     // SAFETY: the program is valid; `pointers` has as many strings as said.
-    let code = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
-    let log = log(&program)?;
-    if code != sys::nvrtcResult::NVRTC_SUCCESS {
+    let result = unsafe { (functions.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
+    let mut log = program
+        .bytes(("nvrtcGetProgramLogSize", functions.log_size), ("nvrtcGetProgramLog", functions.log))?;
+    log.retain(|b| *b != 0);
+    let log = String::from_utf8_lossy(&log).into_owned();
+    if result != 0 {
         return Err(DeviceError::internal(format!(
-            "NVRTC refused {name} with {code:?}:\n{}",
+            "NVRTC refused {name} with {}:\n{}",
+            named(result),
             log.trim_end()
         )));
     }
-    let mut size = 0;
-    // SAFETY: compiled (above); writes the size.
-    check("nvrtcGetCUBINSize", unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) })?;
-    let mut cubin = vec![0u8; size];
-    // SAFETY: `cubin` has the size that was asked for.
-    check("nvrtcGetCUBIN", unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) })?;
-    if cubin.is_empty() {
-        return Err(DeviceError::internal(format!("NVRTC gave no cubin for {name}")));
+    let image = match code {
+        Code::Cubin => {
+            program.bytes(("nvrtcGetCUBINSize", functions.cubin_size), ("nvrtcGetCUBIN", functions.cubin))?
+        }
+        Code::Ptx => {
+            program.bytes(("nvrtcGetPTXSize", functions.ptx_size), ("nvrtcGetPTX", functions.ptx))?
+        }
+    };
+    // The driver reads PTX up to its final zero, which NVRTC counts in.
+    if image.is_empty() || (code == Code::Ptx && image.last() != Some(&0)) {
+        return Err(DeviceError::internal(format!("NVRTC gave no {code:?} for {name}")));
     }
-    Ok(Compiled { cubin, log })
-}
-
-fn log(program: &Program) -> Result<String, DeviceError> {
-    let mut size = 0;
-    // SAFETY: the program is valid; writes the size.
-    check("nvrtcGetProgramLogSize", unsafe { sys::nvrtcGetProgramLogSize(program.0, &mut size) })?;
-    let mut text = vec![0u8; size];
-    if size > 0 {
-        // SAFETY: `text` has the size that was asked for, the final zero included.
-        check("nvrtcGetProgramLog", unsafe { sys::nvrtcGetProgramLog(program.0, text.as_mut_ptr().cast()) })?;
-    }
-    text.retain(|b| *b != 0);
-    Ok(String::from_utf8_lossy(&text).into_owned())
+    Ok(Compiled { image, log })
 }
 
 /// Reads the lines that `--ptxas-options=-v` puts into the log.

@@ -3,6 +3,7 @@
 use super::cudnn::{AttentionChoice, AttentionUse, Pass, SdpaCall, SdpaSpec, Sdpas};
 use super::kernels::{Kernel, KernelCache};
 use super::matmul::{MatmulPlan, MatmulSpec};
+use super::target::{Code, Target};
 use crate::device::DeviceError;
 
 /// A device address (or, for buffers of lifetime `Host`, one in pinned host memory). Offsets are bytes.
@@ -135,7 +136,8 @@ pub struct CudaPrep<'a> {
     pub(super) comms: Option<&'a super::nccl::Comms>,
     /// Streaming multiprocessors (132 on an H200; offline: 132).
     pub sm_count: usize,
-    /// Compute capability as major * 10 + minor (90 on an H200).
+    /// Compute capability that kernels are compiled for, as major * 10 + minor (90 on an H200; a device newer than NVRTC has
+    /// an older target).
     pub cc: u32,
 }
 
@@ -219,7 +221,7 @@ impl OfflinePrep {
             ))
         })?;
         Ok(Self {
-            kernels: KernelCache::offline(arch),
+            kernels: KernelCache::offline(&Target { name: arch.to_owned(), cc, code: Code::Cubin }),
             matmuls: super::matmul::Matmuls::offline(),
             sdpas: Sdpas::offline(),
             attention_use: AttentionUse::default(),
@@ -234,14 +236,14 @@ impl OfflinePrep {
     }
 
     /// As [`Self::new`], but kernels are only noted: for [`KernelCache::warm`] of an online cache.
-    pub(super) fn collecting(arch: &str, cc: u32, sm_count: usize) -> Self {
+    pub(super) fn collecting(target: &Target, sm_count: usize) -> Self {
         Self {
-            kernels: KernelCache::collecting(arch),
+            kernels: KernelCache::collecting(target),
             matmuls: super::matmul::Matmuls::offline(),
             sdpas: Sdpas::offline(),
             attention_use: AttentionUse::default(),
             sm_count,
-            cc,
+            cc: target.cc,
         }
     }
 

@@ -7,6 +7,7 @@ use super::disk;
 use super::kernels::KernelCache;
 use super::libraries::{self, Availability};
 use super::matmul::Matmuls;
+use super::target::{self, Target};
 use crate::device::DeviceError;
 use crate::device::inject::Inject;
 use crate::ranks::control::Team;
@@ -56,6 +57,10 @@ pub(super) struct Session {
     pub matmuls: RefCell<Matmuls>,
     pub sdpas: RefCell<Sdpas>,
     pub kernels: RefCell<KernelCache>,
+    /// What kernels are compiled for, and ops chosen for.
+    pub target: Target,
+    /// That it is not the device's own architecture.
+    pub notice: Option<String>,
     pub context: Rc<Context>,
 }
 
@@ -77,10 +82,13 @@ impl Session {
                 return Ok(session.clone());
             }
             let context = Context::open(ordinal)?;
+            let (target, parties) = target::of(&context)?;
             let session = Rc::new(Self {
-                kernels: RefCell::new(KernelCache::online(&context.arch(), folder.clone())?),
+                notice: target::notice(&target, &parties),
+                kernels: RefCell::new(KernelCache::online(&target, parties, folder.clone())),
                 sdpas: RefCell::new(Sdpas::online(&context)),
                 matmuls: RefCell::new(Matmuls::online(&context, options.tune, folder)?),
+                target,
                 context,
             });
             open.push((key, session.clone()));

@@ -59,17 +59,6 @@ pub const DRIVER: &[&str] = &[
     "cuStreamWaitEvent",
 ];
 
-pub const NVRTC: &[&str] = &[
-    "nvrtcCompileProgram",
-    "nvrtcCreateProgram",
-    "nvrtcDestroyProgram",
-    "nvrtcGetCUBIN",
-    "nvrtcGetCUBINSize",
-    "nvrtcGetProgramLog",
-    "nvrtcGetProgramLogSize",
-    "nvrtcVersion",
-];
-
 pub const CUBLASLT: &[&str] = &[
     "cublasLtCreate",
     "cublasLtDestroy",
