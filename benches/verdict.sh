@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How far a verdict can be trusted, on a machine with a GPU: A/A, a known 2 % slowdown, a neighbour, the samplers' cost.
-# usage: benches/verdict.sh [MBPERF [OUTPUT FOLDER [PART ...]]]      parts: aa (3.5 minutes) spin neighbour samplers
+# usage: benches/verdict.sh [MBPERF [OUTPUT FOLDER [PART ...]]]      parts: aa (5 minutes) spin neighbour samplers
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
@@ -22,14 +22,14 @@ run() { # FILE ARGUMENTS...
 if wants aa; then
     echo "== A/A, twenty measurements each: at least 18 equivalent, none faster or slower"
     for arm in graph eager; do
-        run aa $LLAMA --aa $arm --repeat 20 --max_time 2
-        run aa $QWEN --aa $arm --repeat 20 --max_time 2.5
+        run aa $LLAMA --aa $arm --repeat 20 --max_time 4
+        run aa $QWEN --aa $arm --repeat 20 --max_time 6
     done
 fi
 if wants spin; then
     echo "== one arm 2 % slower: at least 19 of 20 slower"
-    run spin $LLAMA --aa graph --repeat 20 --max_time 2 --spin_percent 2 --no_samplers
-    run spin $QWEN --aa graph --repeat 20 --max_time 2.5 --spin_percent 2 --no_samplers
+    run spin $LLAMA --aa graph --repeat 20 --max_time 4 --spin_percent 2 --no_samplers
+    run spin $QWEN --aa graph --repeat 20 --max_time 6 --spin_percent 2 --no_samplers
 fi
 if wants neighbour; then
     echo "== beside a second process that loads the GPU (a notice; --strict exits 1), and alone"

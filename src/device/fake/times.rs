@@ -1,6 +1,7 @@
 //! Simulated step times: a base, drift, autocorrelated noise, two modes.
 
 use std::f64::consts::TAU;
+use std::sync::Arc;
 
 /// A small deterministic source of random numbers (SplitMix64, Steele et al. 2014).
 #[derive(Debug, Clone)]
@@ -39,6 +40,8 @@ pub struct Noise {
     /// Second mode: relative offset, and the chance a step to change modes.
     mode: (f64, f64),
     in_mode: bool,
+    /// Factors step by step, from somewhere on and round again.
+    recorded: Option<(Arc<[f64]>, usize)>,
 }
 
 impl Noise {
@@ -55,6 +58,7 @@ impl Noise {
             drift_per_s: 0.0,
             mode: (0.0, 0.0),
             in_mode: false,
+            recorded: None,
         }
     }
     /// First-order autoregression with stationary standard deviation `sigma`.
@@ -76,6 +80,11 @@ impl Noise {
         self
     }
 
+    /// Factors of a real machine, from the `first` of them on and round again.
+    pub fn recorded(factors: Arc<[f64]>, first: usize) -> Self {
+        Self { recorded: Some((factors, first)), ..Self::none() }
+    }
+
     /// Factor for the next step, begun at `clock_ms`.
     pub fn next(&mut self, clock_ms: f64) -> f64 {
         let innovation = self.sigma * (1.0 - self.rho * self.rho).sqrt();
@@ -85,7 +94,11 @@ impl Noise {
         }
         let offset = if self.in_mode { self.mode.0 } else { 0.0 };
         let drift = self.drift_per_s * clock_ms / 1e3;
-        (self.state + self.white * self.random.normal() + offset + drift).exp()
+        let recorded = self.recorded.as_mut().map_or(1.0, |(factors, next)| {
+            *next += 1;
+            factors[(*next - 1) % factors.len()]
+        });
+        recorded * (self.state + self.white * self.random.normal() + offset + drift).exp()
     }
 }
 
