@@ -198,7 +198,8 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
     let program = &plan.eager.program;
     let _ = writeln!(
         out,
-        "A step, one rank in full size, as on a GPU (on a CPU a run shrinks it): {} launches\n",
+        "A step, one rank in full size, as on a GPU (on a CPU a run shrinks it): {} launches; a library's call is one, and may \
+         issue several kernels\n",
         program.launches.len()
     );
     let _ = writeln!(

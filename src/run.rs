@@ -411,7 +411,11 @@ fn conclude(
         Status::Failed(_) => complain(reason),
         Status::Ok => {}
     }
-    let disturbances = outcome.disturbances();
+    let mut disturbances = outcome.disturbances();
+    if args.mbperf.device == DeviceChoice::Auto && rows.iter().any(|r| r.facts.device == "cpu") {
+        disturbances
+            .insert(0, "no GPU was found and the CPU ran in its place (--device cpu if so meant)".into());
+    }
     if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
         complain(&format!("--strict: {}", disturbances.join("; ")));
         return Ok(1);

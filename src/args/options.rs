@@ -14,6 +14,8 @@ use std::path::PathBuf;
 
 /// The defaults that are mbperf's own, in one place.
 pub mod defaults {
+    /// More steps than any block has: a pair of them is not ended by `--max_time`.
+    pub const MOST_BLOCK_STEPS: i64 = 10_000;
     /// Two show accumulation into the same gradients; more only repeat it.
     pub const MAX_MICROBATCHES: i64 = 2;
     // What measuring costs and how it judges is said where it measures.
@@ -321,7 +323,7 @@ pub struct Mbperf {
     /// Where to run: cuda, cpu, or auto (cuda, and cpu where there is no driver or no GPU)
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub device: DeviceChoice,
-    /// Form of what is printed on standard output
+    /// Form of the result: text is a table on standard error, json one object on standard output
     #[arg(long, value_name = "FORM", default_value = "text")]
     pub format: Format,
     /// CSV file that rows are appended to, `-` for standard output. Left out: results/RECIPE_GPU_DTYPE.csv
@@ -435,16 +437,19 @@ pub struct Mbperf {
     /// Read no clocks, no power, no neighbours, no profiler: to see what reading costs
     #[arg(long, hide = true)]
     pub no_samplers: bool,
+    /// Read the card at the end of every second pair of blocks alone: to see what reading costs, side by side
+    #[arg(long, hide = true, conflicts_with = "no_samplers")]
+    pub alternate_samplers: bool,
     /// Make the graph arm's steps (side b with --aa) so much longer by a kernel that spins: to see that it is found
     #[arg(long, value_name = "PERCENT", hide = true, value_parser = parse_finite)]
     pub spin_percent: Option<f64>,
     /// Timed steps of a block: to see that their number does not matter
-    #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..=defaults::MOST_BLOCK_STEPS))]
     pub block_steps: Option<u32>,
     /// Do not shrink the recipe on the CPU
     #[arg(long)]
     pub full_size: bool,
-    /// A run that is not fully trustworthy (undecided, fallback) exits 1
+    /// A run that is not fully trustworthy (undecided, unsteady, disturbed, fallen back to the CPU) exits 1
     #[arg(long)]
     pub strict: bool,
     /// Write weights, tokens, loss and gradients here as safetensors

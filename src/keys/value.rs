@@ -167,7 +167,7 @@ fn term(text: &str) -> Option<(Vec<u64>, &str)> {
 fn wrong(row: &Key, text: &str) -> KeyError {
     let repeated = super::short(text);
     let mut expected = match row.kind {
-        Kind::Int => "a whole number".to_owned(),
+        Kind::Int => format!("a whole number up to {}", i64::MAX),
         Kind::Float => "a finite number".to_owned(),
         Kind::Bool => "true or false".to_owned(),
         Kind::Str => "text".to_owned(),

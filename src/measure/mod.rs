@@ -288,8 +288,9 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<St
     }
     if arms.len() == 2 && pairs < MIN_PAIRS {
         let more = if stopped == Some(Stopped::MaxSteps) { "-ms" } else { "--max_time" };
+        let noun = if pairs == 1 { "pair" } else { "pairs" };
         notices.push(format!(
-            "{pairs} pairs of blocks are too few for an interval ({MIN_PAIRS} are needed): raise {more}"
+            "{pairs} {noun} of blocks are too few for an interval ({MIN_PAIRS} are needed): raise {more}"
         ));
     }
     for arm in arms {

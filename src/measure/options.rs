@@ -3,6 +3,17 @@
 use crate::device::Arm;
 use crate::device::host::HostCosts;
 
+/// When the card is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Samplers {
+    /// At the end of each block, or pair of interleaved blocks.
+    EveryBlock,
+    /// `--alternate_samplers`: not after every second pair, to see what reading costs the steps that follow.
+    EverySecondPair,
+    /// `--no_samplers`.
+    Off,
+}
+
 /// Settings of one measurement of one program.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
@@ -33,8 +44,8 @@ pub struct Options {
     pub profile: bool,
     /// `--host_model`: host times for blocks of their own after the bare ones.
     pub host_costs: Option<HostCosts>,
-    /// Reads clocks, power and neighbours once a block. Off to see what that costs (`--no_samplers`).
-    pub samplers: bool,
+    /// When clocks, power and neighbours are read.
+    pub samplers: Samplers,
     /// Timed steps of a block, in place of the rule by time: to see that it does not matter (`--block_steps`).
     pub block_steps: Option<usize>,
     /// Share of its step time by which side 1 is made longer on the device, to see that it is found; 0: none
@@ -86,7 +97,7 @@ impl Default for Options {
             busy: true,
             profile: false,
             host_costs: None,
-            samplers: true,
+            samplers: Samplers::EveryBlock,
             block_steps: None,
             device_spin: 0.0,
         }

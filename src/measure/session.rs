@@ -1,5 +1,6 @@
 //! Runs single steps and blocks on an executor, and records them. Owns the clean-up.
 
+use super::options::Samplers;
 use super::outcome::{BlockRecord, Failure, Pacing, StepRecord};
 use super::{Hooks, stats};
 use crate::device::host::HostCosts;
@@ -60,8 +61,7 @@ pub(super) struct Session<'a> {
     phase: Option<Phase>,
     /// Spun on the device at the end of each step of side 1, in milliseconds.
     pub spin_ms: f64,
-    /// Whether the card is read once a block.
-    samplers: bool,
+    samplers: Samplers,
     /// Graphs may exist: they are destroyed on every path, panics too.
     pub graphs: bool,
 }
@@ -76,7 +76,7 @@ impl Drop for Session<'_> {
 }
 
 impl<'a> Session<'a> {
-    pub fn new(executor: &'a mut dyn Executor, hooks: Hooks<'a>, samplers: bool) -> Self {
+    pub fn new(executor: &'a mut dyn Executor, hooks: Hooks<'a>, samplers: Samplers) -> Self {
         Self {
             executor,
             hooks,
@@ -98,7 +98,13 @@ impl<'a> Session<'a> {
     }
 
     fn sample(&mut self) -> Health {
-        if self.samplers { self.executor.health() } else { Health::default() }
+        let due = match self.samplers {
+            Samplers::EveryBlock => true,
+            // Two blocks are a pair.
+            Samplers::EverySecondPair => (self.blocks_begun / 2).is_multiple_of(2),
+            Samplers::Off => false,
+        };
+        if due { self.executor.health() } else { Health::default() }
     }
 
     /// Destroys the graphs and hands the last steps to the sink.
@@ -243,6 +249,7 @@ impl<'a> Session<'a> {
         self.slowest_of_ranks(first)?;
         let walls: Vec<f64> = self.steps[first..].iter().map(|s| s.wall_ms).collect();
         self.blocks.push(BlockRecord {
+            number,
             side,
             pacing,
             wall_ms_median: stats::median(&walls).unwrap_or(f64::NAN),
@@ -310,7 +317,7 @@ impl<'a> Session<'a> {
             self.flush()?;
             return Ok(stats::median(&walls).unwrap_or(f64::NAN));
         }
-        let block = self.block_record(first, side, pacing, health);
+        let block = self.block_record(first, (number, side), pacing, health);
         let wall_ms_median = block.wall_ms_median;
         self.blocks.push(block);
         self.flush()?;
@@ -345,15 +352,21 @@ impl<'a> Session<'a> {
             self.finish(last, since)?;
         }
         let log_ratio = stats::median(&side_by_side(&self.steps[first..]));
-        for (side, _) in order {
-            let block = self.block_record(first, side, pacing, health.clone());
+        for (at, (side, _)) in order.into_iter().enumerate() {
+            let block = self.block_record(first, (number + at, side), pacing, health.clone());
             self.blocks.push(BlockRecord { log_ratio, ..block });
         }
         self.flush()
     }
 
     /// The block that the steady steps of `side` from `first` on are.
-    fn block_record(&self, first: usize, side: usize, pacing: Pacing, health: Health) -> BlockRecord {
+    fn block_record(
+        &self,
+        first: usize,
+        (number, side): (usize, usize),
+        pacing: Pacing,
+        health: Health,
+    ) -> BlockRecord {
         let counts = |s: &&StepRecord| s.side == side && s.phase == Phase::Steady;
         let counted: Vec<f64> = self.steps[first..].iter().filter(counts).map(|s| s.wall_ms).collect();
         let wall_ms_median = stats::median(&counted).unwrap_or(f64::NAN);
@@ -363,7 +376,16 @@ impl<'a> Session<'a> {
             _ => None,
         };
         let steady_steps = counted.len();
-        BlockRecord { side, pacing, wall_ms_median, half_change, steady_steps, log_ratio: None, health }
+        BlockRecord {
+            number,
+            side,
+            pacing,
+            wall_ms_median,
+            half_change,
+            steady_steps,
+            log_ratio: None,
+            health,
+        }
     }
 
     /// Blocks of one timed step of one arm, one after the other, after a first step that does not count; see
@@ -435,11 +457,13 @@ impl<'a> Session<'a> {
     /// Waits for a step that is a block of its own if it is steady. Returns when it was seen to be done.
     fn finish_block_of_one(&mut self, due: Flight, since_ms: f64) -> Result<f64, Stop> {
         let (side, pacing, steady) = (due.side, due.pacing, due.phase == Phase::Steady);
+        let number = due.block;
         let health = if steady { self.sample() } else { Health::default() };
         let done = self.finish(due, since_ms)?;
-        if steady {
+        if let (true, Some(number)) = (steady, number) {
             let wall_ms_median = self.steps.last().map_or(f64::NAN, |s| s.wall_ms);
             self.blocks.push(BlockRecord {
+                number,
                 side,
                 pacing,
                 wall_ms_median,

@@ -43,6 +43,12 @@ fn measure_on(executor: &mut dyn Executor, options: &Options) -> Outcome {
     let indices = |steps: &[StepRecord]| steps.iter().map(|s| s.index).collect::<Vec<_>>();
     assert_eq!(indices(&sink.steps), (0..outcome.steps.len()).collect::<Vec<_>>());
     assert_eq!(indices(&outcome.steps), indices(&sink.steps));
+    // A block is found by its number, whatever was run between.
+    for block in &outcome.blocks {
+        let own = |s: &&StepRecord| s.block == Some(block.number) && s.phase == Phase::Steady;
+        let walls: Vec<f64> = outcome.steps.iter().filter(own).map(|s| s.wall_ms).collect();
+        assert_eq!((walls.len(), stats::median(&walls)), (block.steady_steps, Some(block.wall_ms_median)));
+    }
     outcome
 }
 
@@ -773,8 +779,22 @@ fn a_device_that_spins_two_percent_longer_is_found() {
 fn without_samplers_nothing_is_read() {
     let health = Health { sm_clock_mhz: Some(1500.0), ..Health::default() };
     let script = FakeExecutor::script().health(health);
-    let outcome = measure_script(script, &Options { samplers: false, ..quick() });
+    let outcome = measure_script(script, &Options { samplers: options::Samplers::Off, ..quick() });
     assert_eq!(outcome.arms[0].health.sm_clock_mhz_median, None);
+}
+
+#[test]
+fn the_card_is_read_after_every_second_pair_if_so_asked() {
+    let health = Health { sm_clock_mhz: Some(1500.0), ..Health::default() };
+    let options = Options { samplers: options::Samplers::EverySecondPair, ..quick() };
+    let outcome = measure_script(FakeExecutor::script().health(health), &options);
+    let read: Vec<bool> = outcome
+        .blocks
+        .iter()
+        .filter(|b| b.pacing == Pacing::RunAhead)
+        .map(|b| b.health.sm_clock_mhz.is_some())
+        .collect();
+    assert!(read.len() >= 30 && read.chunks_exact(4).all(|c| c[0] == c[1] && c[2] == c[3] && c[0] != c[2]));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Flags onto settings: each flag sets the setting of upstream's name, and flags win over overrides.
 
 use super::{Notice, layers};
-use crate::args::{Args, FlexBackend, GradDtype, OptimizerChoice, OrNone, defaults};
+use crate::args::{Args, FlexBackend, GradDtype, OptimizerChoice, OrNone};
 use crate::recipe::Recipe;
 use crate::rules::Values;
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ pub fn flags(
     set("optimizer.lr", args.optimizer.lr.map(Value::from));
     set("optimizer.min_lr", args.optimizer.min_lr.map(Value::from));
     let warmup = args.optimizer.warmup_iters;
-    if warmup != defaults::WARMUP_ITERS || !explicit.contains("scheduler.lr_warmup_iters") {
+    if args.given.contains("warmup_iters") || !explicit.contains("scheduler.lr_warmup_iters") {
         set("scheduler.lr_warmup_iters", Some(json!(warmup)));
     }
     let optimizer =

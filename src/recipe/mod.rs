@@ -97,7 +97,7 @@ pub struct ModelInfo {
 pub enum RecipeError {
     #[error("cannot read recipes in {path}: {reason}")]
     Unreadable { path: PathBuf, reason: std::io::Error },
-    #[error("{file}: at `{path}`: {reason}", file = .file.display())]
+    #[error("{file}: at `{path}`: {reason} (recipes/README.md says what a recipe file holds)", file = .file.display())]
     Malformed { file: PathBuf, path: String, reason: String },
     /// `level` is the flag that failed, `available` what exists there.
     #[error("no recipe with {flag} {asked}{context}; there is {}{}", .available.join(", "), suggest(.suggestion))]

@@ -43,6 +43,9 @@ pub fn print_list(
         [family, model, gpu, dtype, task, r.num_gpus.to_string(), variant, graph(r) + default]
     }));
     write_table(&rows, out)?;
+    if recipes.iter().any(|r| !r.is_default) {
+        writeln!(out, "(by -ng): taken only where -ng gives this number of GPUs")?;
+    }
     writeln!(out, "{} of {} recipes", recipes.len(), catalogue.recipes().len())
 }
 

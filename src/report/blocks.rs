@@ -19,13 +19,13 @@ pub const COLUMNS: [(&str, Kind); 11] = [
 ];
 
 /// Cells of a block in the order of [`COLUMNS`].
-pub fn cells(run_id: &str, number_of_block: usize, block: &BlockRecord) -> [String; 11] {
+pub fn cells(run_id: &str, block: &BlockRecord) -> [String; 11] {
     let optional = |x: Option<f64>| x.map_or(String::new(), number);
     let health = &block.health;
     let reasons = health.throttle_reasons.as_deref();
     [
         run_id.to_string(),
-        number_of_block.to_string(),
+        block.number.to_string(),
         if block.side == 0 { "a" } else { "b" }.into(),
         block.pacing.name().into(),
         block.steady_steps.to_string(),

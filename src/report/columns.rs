@@ -286,7 +286,7 @@ columns! {
     device_span_ms_median Float r => arm(r, |a| a.device_span_ms), "Device time from a step's first event to its last, both outside graphs.";
     device_busy_ms Float r => arm(r, |a| a.device_busy_ms), "Union of the kernel intervals of a step, from a profiling pass made last.";
     launch_bound_fraction Float r => launch_bound(r), "1 - device_busy_ms / device_span_ms_median of the eager arm: share of the span without a kernel.";
-    launches_per_step Int r => arm(r, |a| Some(a.launches_per_step)), "Device calls of a step: kernels, copies and memsets, and in the graph arm replays.";
+    launches_per_step Int r => arm(r, |a| Some(a.launches_per_step)), "Kernels, copies and memsets of a step, those inside graphs counted one by one; in the graph arm also copies into graphs' static buffers.";
     graphs Int r => graph_cost(r, |c| c.graphs), "Distinct graphs.";
     graph_nodes Int r => graph_cost(r, |c| c.nodes), "Nodes of all distinct graphs.";
     graph_launches_per_step Int r => graph_cost(r, |c| c.launches_per_step), "Replays of a step.";
@@ -366,7 +366,7 @@ columns! {
     extrapolation_misfit Float r => extrapolated(r).map(|e| e.misfit), "Largest distance of a timed point from the line, relative to its time.";
     speedup_extrapolated Float r => extrapolated_speedup(r).map(|s| s.0), "Extrapolated step time eager over graph.";
     speedup_extrapolated_error Float r => extrapolated_speedup(r).map(|s| s.1), "Its 95 % error.";
-    captured_fraction Float r => r.facts.captured_fraction, "Share of the eager arm's launches that lie in the graph arm's graphs.";
+    captured_fraction Float r => r.facts.captured_fraction, "Share of the program's launches (a library call is one) that lie in the graph arm's graphs.";
     arms_in_turn Bool r => r.measured().filter(|o| o.arms.len() == 2).map(|o| o.in_turn), "Whether the arms did not fit in memory together and each was timed alone: their ratio is then no speedup.";
     temperature_c_max Float r => arm(r, |a| a.health.temperature_c_max), "Highest GPU temperature over the blocks.";
     power_w_median Float r => arm(r, |a| a.health.power_w_median), "Median power over the blocks.";

@@ -52,7 +52,7 @@ const SHOWN: [(&str, &str); 17] = [
     ("host wait [ms]", "host_wait_ms_median"),
     ("device span [ms]", "device_span_ms_median"),
     ("device busy [ms]", "device_busy_ms"),
-    ("launches a step", "launches_per_step"),
+    ("kernels and copies", "launches_per_step"),
     ("memory [MiB]", "peak_memory_mib"),
     ("tokens/s", "tokens_per_s"),
     ("model TFLOP/s", "model_tflops_per_gpu"),

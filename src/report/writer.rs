@@ -329,8 +329,7 @@ impl Writer {
     /// Writes the blocks of a finished measurement: the card's state over its time.
     pub fn blocks(&mut self, blocks: &[BlockRecord]) -> Result<(), OutputError> {
         let Some(file) = self.blocks.as_mut().filter(|_| !blocks.is_empty()) else { return Ok(()) };
-        let records: Vec<_> =
-            blocks.iter().enumerate().map(|(number, b)| blocks::cells(&self.run_id, number, b)).collect();
+        let records: Vec<_> = blocks.iter().map(|b| blocks::cells(&self.run_id, b)).collect();
         file.append(&records)
             .map_err(|source| OutputError::Write { path: file.path.display().to_string(), source })
     }

@@ -35,6 +35,10 @@ fn without_optimizer(e: &Effective) -> Option<&'static str> {
 /// Settings of graphs.
 const OF_GRAPHS: [&str; 2] = ["model.cuda_graph_warmup_steps", "model.cuda_graph_use_single_mempool"];
 
+/// Beginnings of keys of what is around the layer stack.
+const OUTSIDE_STACK: [&str; 4] =
+    ["model.vocab_size", "model.share_embeddings_and_output_weights", "ddp.bucket_size", "ddp.overlap_"];
+
 /// A part that a model may have: its settings, whether the model has it, and how to say that it has not.
 struct Part {
     /// Whole keys, or beginnings of keys that end in `_` or `.`.
@@ -131,13 +135,14 @@ pub const RULES: &[Rule] = &[
         remedy: "Leave the option out: it would change nothing.",
         broken: |e| {
             let a = &e.args;
+            let flex = matches!(a.performance.moe_flex_dispatcher_backend, Some(OrNone::Value(_)));
             let split = matches!(a.parallelism.expert_tensor_parallel_size, Some(OrNone::Value(n)) if n > 1);
             let name = first(&[
                 ("--moe_routing", a.mbperf.moe_routing != crate::config::Routing::Recipe),
                 ("--expert_gemm", a.mbperf.expert_gemm != crate::config::ExpertGemm::Grouped),
                 ("--moe_row_bound", e.given("moe_row_bound")),
-                ("--first_k_dense_replace", a.general.first_k_dense_replace.is_some()),
-                ("--moe_flex_dispatcher_backend", a.performance.moe_flex_dispatcher_backend.is_some()),
+                ("--first_k_dense_replace", a.general.first_k_dense_replace.is_some_and(|n| n > 0)),
+                ("--moe_flex_dispatcher_backend", flex),
                 ("-et", split),
             ])?;
             when(!e.moe(), || format!("{name} on {}, which has no experts", e.recipe))
@@ -187,7 +192,11 @@ pub const RULES: &[Rule] = &[
         broken: |e| {
             let own = &e.args.mbperf;
             let (name, why) = [
-                (e.given("max_microbatches"), "--max_microbatches", "it runs one micro-batch"),
+                (
+                    e.given("max_microbatches") && own.max_microbatches != 1,
+                    "--max_microbatches",
+                    "it runs one micro-batch",
+                ),
                 (
                     own.extrapolate,
                     "--extrapolate",
@@ -197,7 +206,11 @@ pub const RULES: &[Rule] = &[
                 (e.given("vocab_size"), "--vocab_size", "it has neither embedding nor head"),
             ]
             .into_iter()
-            .find_map(|(given, name, why)| given.then_some((name, why)))?;
+            .find_map(|(given, name, why)| given.then_some((name, why)))
+            .or_else(|| {
+                let key = e.explicit.iter().find(|key| OUTSIDE_STACK.iter().any(|k| key.starts_with(k)))?;
+                Some((key.as_str(), "it has no embedding, no head and no collectives"))
+            })?;
             when(own.stack_only, || format!("{name} with --stack_only: {why}"))
         },
     },
@@ -272,9 +285,12 @@ pub const RULES: &[Rule] = &[
         wrong: "--extrapolate where all micro-batches of the job are run",
         remedy: "Leave it out, or let --max_microbatches run fewer.",
         broken: |e| {
-            when(e.args.mbperf.extrapolate && e.args.mbperf.max_microbatches == 0, || {
-                "--extrapolate with --max_microbatches 0: the step is the job's own, there is nothing to extrapolate"
-                    .to_owned()
+            let (most, job) = (e.args.mbperf.max_microbatches, super::sizes::micro_batches_of_job(e));
+            when(e.args.mbperf.extrapolate && (most == 0 || job <= most as f64), || {
+                format!(
+                    "--extrapolate with --max_microbatches {most}: the job's step has {job} micro-batches and all are run, \
+                     there is nothing to extrapolate"
+                )
             })
         },
     },

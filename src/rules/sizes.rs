@@ -37,10 +37,15 @@ fn out_of_range(e: &Effective, real: bool) -> Option<String> {
     settings.find_map(|(key, value)| keys::out_of_range(key, value))
 }
 
+/// Micro-batches of the job's step on a rank.
+pub(super) fn micro_batches_of_job(e: &Effective) -> f64 {
+    let of = |key: &str| e.values.int(key).map_or(1.0, |v| v as f64);
+    of("train.global_batch_size") / (of("train.micro_batch_size") * e.dp() as f64).max(1.0)
+}
+
 /// Micro-batches of a step that are run.
 fn micro_batches(e: &Effective) -> f64 {
-    let of = |key: &str| e.values.int(key).map_or(1.0, |v| v as f64);
-    let job = of("train.global_batch_size") / (of("train.micro_batch_size") * e.dp() as f64).max(1.0);
+    let job = micro_batches_of_job(e);
     let most = e.args.mbperf.max_microbatches as f64;
     if most > 0.0 { job.min(most).max(1.0) } else { job.max(1.0) }
 }
@@ -152,7 +157,10 @@ pub const NUMBERS: &[Rule] = &[
             out_of_range(e, true)
                 .or_else(|| within("--margin", Some(own.margin), MARGIN.0, MARGIN.1))
                 .or_else(|| within("--max_time", own.max_time, MIN_TIME_S, MAX_TIME_S))
-                .or_else(|| within("--watchdog", Some(own.watchdog), 0.0, MAX_TIME_S))
+                .or_else(|| {
+                    let limit = Some(own.watchdog).filter(|s| *s != 0.0);
+                    within("--watchdog (if not 0)", limit, MIN_TIME_S, MAX_TIME_S)
+                })
                 .or_else(|| within("--rendezvous_timeout", own.rendezvous_timeout, MIN_TIME_S, MAX_TIME_S))
                 .or_else(|| within("--spin_percent", own.spin_percent, 0.0, MAX_SPIN_PERCENT))
                 .or_else(|| within("--moe_row_bound", Some(own.moe_row_bound), 1.0, MAX_CAPACITY_FACTOR))

@@ -4,6 +4,7 @@ use crate::args::Args;
 use crate::config::GraphImpl;
 use crate::device::Arm;
 use crate::measure::Options;
+use crate::measure::options::Samplers;
 use crate::overrides::Resolved;
 use crate::report::Target;
 use crate::workloads::shrink;
@@ -46,7 +47,11 @@ pub(super) fn options(resolved: &Resolved, args: &Args, on_gpu: bool) -> Options
         busy: on_gpu && !own.no_samplers,
         profile: own.profile,
         host_costs: None,
-        samplers: !own.no_samplers,
+        samplers: match (own.no_samplers, own.alternate_samplers) {
+            (true, _) => Samplers::Off,
+            (false, true) => Samplers::EverySecondPair,
+            (false, false) => Samplers::EveryBlock,
+        },
         block_steps: own.block_steps.map(|n| n as usize),
         device_spin: own.spin_percent.map_or(0.0, |percent| percent / 100.0),
     }

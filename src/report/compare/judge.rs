@@ -4,7 +4,7 @@
 //! change and its reverse are judged alike. The interval is 99 %: of comparisons of equal things at most one in a
 //! hundred excludes "no change", half of them on either side.
 
-use crate::measure::stats::{Interval, median, t_quantile};
+use crate::measure::stats::{Interval, t_quantile};
 use serde::Serialize;
 
 /// Confidence of the interval of a change: one false alarm in a hundred comparisons at most, both directions.
@@ -127,9 +127,13 @@ pub fn change(base: &[Sample], new: &[Sample], scatter: Scatter) -> Option<Chang
     Some(Change { log, least, basis, interval_assumed })
 }
 
-/// A side's figure for the report: the median over its runs.
+/// A side's figure for the report: the geometric mean over its runs, of which the change is the ratio.
 pub fn middle(side: &[Sample]) -> Option<f64> {
-    median(&side.iter().map(|s| s.cost).collect::<Vec<_>>())
+    match side {
+        [] => None,
+        [one] => Some(one.cost),
+        _ => Some((side.iter().map(|s| s.cost.ln()).sum::<f64>() / side.len() as f64).exp()),
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]

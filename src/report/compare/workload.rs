@@ -19,7 +19,7 @@ pub fn settings(command: &str) -> Option<String> {
 }
 
 /// Keys whose values are in columns of their own.
-const IN_COLUMNS: [&str; 2] = ["model.cuda_graph_impl", "model.cuda_graph_scope"];
+const IN_COLUMNS: [&str; 3] = ["model.cuda_graph_impl", "model.cuda_graph_scope", "rng.seed"];
 
 fn of(args: &Args) -> String {
     let (general, parallel, performance, own) =

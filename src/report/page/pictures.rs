@@ -213,7 +213,7 @@ pub fn host_and_device(group: &Group) -> Figure {
             "span ms",
             "busy ms",
             "span without a kernel",
-            "launches a step",
+            "kernels and copies a step",
             "submit to an idle device, ms",
             "issue ms",
         ],
