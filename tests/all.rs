@@ -15,6 +15,7 @@ mod dialects;
 mod emulated;
 mod exit_codes;
 mod hard_cases;
+mod masks;
 mod measuring;
 mod outputs;
 mod page;
@@ -24,6 +25,7 @@ mod recipes_all;
 mod recipes_smoke;
 mod resume;
 mod rules;
+mod segments;
 mod signals;
 mod sweep;
 
