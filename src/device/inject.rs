@@ -152,6 +152,14 @@ impl Inject {
         now.then_some(self.kind)
     }
 
+    /// Call it wherever a device is reset. A measurement begins with a reset in the phase `equality`: arms that went
+    /// wrong in the one before are sound again, as the memory that was spoilt is written anew.
+    pub fn reset(fault: &mut Option<Self>, phase: Phase) {
+        if let Some(fault) = fault.as_mut().filter(|_| phase == Phase::Equality) {
+            fault.wrong = None;
+        }
+    }
+
     /// As [`Inject::fire`], with the kinds that are errors returned as such.
     pub fn at(fault: &mut Option<Self>, phase: Phase) -> Result<Option<Kind>, DeviceError> {
         match fault.as_mut().and_then(|f| f.fire(phase)) {
@@ -248,6 +256,17 @@ mod tests {
         assert_eq!(at(Phase::Steady, Arm::Eager), None);
         assert_eq!(at(Phase::FinalCheck, Arm::Eager), None);
         assert_eq!(at(Phase::FinalCheck, Arm::Graph), Some(Kind::WrongResult));
+    }
+
+    #[test]
+    fn a_wrong_arm_is_sound_again_in_the_next_measurement_only() {
+        let mut fault = Some("steady:wrong_result".parse().unwrap());
+        assert_eq!(Inject::at_step(&mut fault, Phase::Steady, Arm::Eager).unwrap(), Some(Kind::WrongResult));
+        Inject::reset(&mut fault, Phase::FinalCheck);
+        let found = Inject::at_step(&mut fault, Phase::FinalCheck, Arm::Eager).unwrap();
+        assert_eq!(found, Some(Kind::WrongResult));
+        Inject::reset(&mut fault, Phase::Equality);
+        assert_eq!(Inject::at_step(&mut fault, Phase::Equality, Arm::Eager).unwrap(), None);
     }
 
     #[test]

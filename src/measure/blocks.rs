@@ -4,8 +4,9 @@ use super::long;
 use super::options::{MIN_BLOCK_STEPS, Options};
 use super::outcome::{BlockRecord, Pacing, Stopped};
 use super::progress::Update;
-use super::session::{Purpose, Session, Stop};
+use super::session::{Session, Stop};
 use super::stats::{self, Interval};
+use super::timed::Purpose;
 use super::verdict::{self, MIN_PAIRS};
 use crate::device::{Arm, Phase};
 
@@ -265,11 +266,13 @@ fn settle(session: &mut Session, sides: &[Arm], step_ms: &[f64], budget_ms: f64)
     let mut step_ms = step_ms.to_vec();
     let mut rounds = 0;
     loop {
-        let timed = timed_steps(&step_ms, budget_ms);
+        // The guess is one step's time: before a round has borne it out, no long block rests on it.
+        let most = if rounds == 0 { MIN_TIMED_OF_SHORT_STEPS } else { usize::MAX };
+        let timed = timed_steps(&step_ms, budget_ms).min(most);
         let round_ms = (timed + 2) as f64 * step_ms.iter().sum::<f64>();
         let spent_ms = session.executor.now_ms() - start;
         if spent_ms + round_ms > budget_ms * SETTLE_SHARE {
-            return Ok(timed);
+            return Ok(timed_steps(&step_ms, budget_ms));
         }
         let before = step_ms.clone();
         for (side, arm) in order(sides, rounds) {

@@ -13,9 +13,9 @@ use super::blocks::{Limit, interval, pairs, precise};
 use super::options::LONG_STEP_MS;
 use super::outcome::{Pacing, Stopped};
 use super::progress::Update;
-use super::session::{Session, Stop};
+use super::session::{Session, Step, Stop};
 use super::verdict::MIN_PAIRS;
-use crate::device::Arm;
+use crate::device::{Arm, Health, Phase};
 
 /// A host that needs under half of a step's time never is the limit. One that may be must not get ahead while the other
 /// arm's last step runs: its first steps would take the device's time and not its own.
@@ -50,7 +50,6 @@ pub(super) fn time(
     let chained = pacing == Pacing::RunAhead && device_bound(session, sides);
     let idle_steps = if chained { 1 } else { 2 };
     let mut step_ms = step_ms.to_vec();
-    let mut carry = None;
     let mut run = 0;
     let stopped = loop {
         let side = run % 2;
@@ -62,7 +61,7 @@ pub(super) fn time(
         let enough_ms: f64 = (run..MIN_PAIRS).map(|r| cost(r % 2, 2)).sum::<f64>() + cost(MIN_PAIRS % 2, 1);
         let goes_on = run == 0 || limit.holds(now, next_ms, (run < MIN_PAIRS).then_some(enough_ms));
         let blocks = if run > 0 && goes_on { 2 } else { 1 };
-        session.run_of_blocks(&mut carry, side, sides[side], blocks, pacing, !chained)?;
+        session.run_of_blocks(side, sides[side], blocks, pacing, !chained)?;
         run += 1;
         if let Some(last) = session.blocks.iter().rev().find(|b| b.side == side && b.pacing == pacing) {
             step_ms[side] = last.wall_ms_median;
@@ -83,6 +82,78 @@ pub(super) fn time(
             break Stopped::MaxTime;
         }
     };
-    session.finish_carry(&mut carry)?;
+    session.finish_run()?;
     Ok(stopped)
+}
+
+impl Session<'_> {
+    /// Blocks of one timed step of one arm, one after the other, after a first step that does not count. `drain`: a
+    /// last step that does not count runs ahead of the last timed one; otherwise that one is left in flight, for the
+    /// next run's first step to run ahead of.
+    fn run_of_blocks(
+        &mut self,
+        side: usize,
+        arm: Arm,
+        blocks: usize,
+        pacing: Pacing,
+        drain: bool,
+    ) -> Result<(), Stop> {
+        if let Err(stop) = self.check_interrupt() {
+            self.finish_run()?;
+            return Err(stop);
+        }
+        let first = (self.steps.len(), self.blocks.len());
+        let count = 1 + blocks + usize::from(drain);
+        let opened = self.blocks_begun;
+        self.blocks_begun += blocks;
+        self.whole(|s| {
+            s.enter(Phase::Switch);
+            s.executor.begin_steps(arm, count, true, drain)?;
+            for i in 0..count {
+                s.check_interrupt()?;
+                let phase = if (1..=blocks).contains(&i) { Phase::Steady } else { Phase::Switch };
+                let block = Some(opened + i.clamp(1, blocks) - 1);
+                s.push(Step { side, arm, block, phase, pacing })?;
+                if s.in_flight() > 1 {
+                    s.pop_block()?;
+                }
+            }
+            if drain { s.pop_block() } else { Ok(()) }
+        })?;
+        self.lone_blocks_of_ranks(first)?;
+        self.flush()
+    }
+
+    /// [`Self::slowest_of_ranks`], and the blocks of one step from there on by it.
+    fn lone_blocks_of_ranks(&mut self, (step, block): (usize, usize)) -> Result<(), Stop> {
+        self.slowest_of_ranks(step)?;
+        let steady = self.steps[step..].iter().filter(|s| s.phase == Phase::Steady);
+        self.blocks[block..].iter_mut().zip(steady).for_each(|(b, s)| b.wall_ms_median = s.wall_ms);
+        Ok(())
+    }
+
+    /// Waits for what the last run left in flight.
+    fn finish_run(&mut self) -> Result<(), Stop> {
+        if let Some(due) = self.oldest() {
+            let first = (self.steps.len(), self.blocks.len());
+            self.executor.begin_steps(due.arm, 0, true, true)?;
+            self.whole(Self::pop_block)?;
+            self.lone_blocks_of_ranks(first)?;
+        }
+        self.flush()
+    }
+
+    /// Waits for a step that is a block of its own if it is steady.
+    fn pop_block(&mut self) -> Result<(), Stop> {
+        let due = self.oldest().filter(|s| s.phase == Phase::Steady);
+        // While it runs: a reading between steps would be a gap.
+        let health = if due.is_some() { self.sample() } else { Health::default() };
+        let first = self.steps.len();
+        self.pop()?;
+        if let Some(Step { side, block: Some(number), pacing, .. }) = due {
+            let block = self.block_record(first, (number, side), pacing, health);
+            self.blocks.push(block);
+        }
+        Ok(())
+    }
 }

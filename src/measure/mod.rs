@@ -11,6 +11,7 @@ pub mod outcome;
 pub mod progress;
 mod session;
 pub mod stats;
+mod timed;
 pub mod verdict;
 
 #[cfg(test)]
@@ -216,7 +217,10 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
     let speedup = ratio.map(|(value, _)| value);
     let speedup_ci95 = ratio.map(|(_, ci95)| ci95).filter(|_| pairs.len() >= MIN_PAIRS);
     let clocks: Vec<f64> = arms.iter().filter_map(|a| a.health.sm_clock_mhz_median).collect();
+    // Steps in turns have readings in common: they tell of no difference between the arms.
+    let in_turns = session.blocks.iter().any(|b| b.log_ratio.is_some());
     let speedup_cycles = match clocks[..] {
+        _ if in_turns => None,
         [a, b] if b > 0.0 => speedup.map(|s| s * a / b),
         _ => None,
     };

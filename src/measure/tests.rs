@@ -551,7 +551,24 @@ fn neighbours_and_throttling_are_told() {
     assert_eq!(outcome.arms[0].health.throttle_reasons.as_deref(), Some("sw_power_cap"));
     assert!(outcome.notices.iter().any(|n| n.contains("sw_power_cap")));
     assert!(outcome.disturbances().iter().any(|n| n.contains("other process")));
-    assert!((outcome.speedup_cycles.unwrap() - outcome.speedup.unwrap()).abs() < 1e-12);
+}
+
+#[test]
+fn cycles_are_compared_where_readings_belong_to_one_arm() {
+    let at = |mhz| Health { sm_clock_mhz: Some(mhz), ..Health::default() };
+    let measured = |submit_ms| {
+        let times = |ms| Times::new(ms).submit_ms(submit_ms);
+        let script = FakeExecutor::script().eager(times(10.0)).graph(times(8.0));
+        measure_script(script.health(at(1900.0)).graph_health(at(1520.0)), &quick())
+    };
+    // Block by block: 10 ms at 1900 MHz are 19 million cycles, 8 ms at 1520 MHz 12.2 million.
+    let apart = measured(6.0);
+    assert!((apart.speedup_cycles.unwrap() / (10.0 * 1900.0 / (8.0 * 1520.0)) - 1.0).abs() < 1e-9);
+    assert!(apart.notices.iter().any(|n| n.contains("1900 and 1520 MHz")));
+    // In turns a reading is of both arms.
+    let in_turns = measured(0.1);
+    assert!(in_turns.blocks.iter().any(|b| b.log_ratio.is_some()));
+    assert_eq!(in_turns.speedup_cycles, None);
 }
 
 #[test]

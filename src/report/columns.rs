@@ -340,7 +340,7 @@ columns! {
     host_issue_ms_median Float r => arm(r, |a| a.host_issue_ms), "Host time of issuing a step that the launch queue never holds up (a few steps, the device waited for every 256 launches, the waits left out): what issuing costs. Far below the step time: a faster host would win nothing.";
     device_span_ms_sync_median Float r => arm(r, |a| a.device_span_ms_sync), "Device span of a step issued to an idle device.";
     speedup_sync Float r => r.compared().and_then(|o| o.speedup_sync), "Speedup when every step is waited for.";
-    speedup_cycles Float r => r.compared().and_then(|o| o.speedup_cycles), "Speedup in SM cycles: times the ratio of the arms' clocks.";
+    speedup_cycles Float r => r.compared().and_then(|o| o.speedup_cycles), "Speedup in SM cycles: times the ratio of the arms' clocks. Empty where steps of both arms were timed in turns: a reading of the clock is then of both.";
     pairs Int r => r.measured().filter(|o| o.arms.len() == 2).map(|o| o.pairs), "Pairs of neighbouring blocks behind `speedup`.";
     margin Float r => r.measured().map(|o| o.margin), "Relative difference that counts as none.";
     stopped_by Text r => r.measured().and_then(|o| o.stopped).map(stopped_by), "`precision`, `max_time` or `max_steps`.";

@@ -183,6 +183,9 @@ impl Executor for CpuExecutor {
         self.phase = phase;
     }
     fn reset(&mut self) -> Result<(), DeviceError> {
+        Inject::reset(&mut self.inject, self.phase);
+        // As on a GPU: steps in flight are over, whether or not they were waited for.
+        self.finished.clear();
         let program = self.plan.graph.as_ref().unwrap_or(&self.plan.eager).program.clone();
         self.storage.reset(&program)
     }

@@ -445,6 +445,8 @@ impl Executor for CudaExecutor {
 
     fn reset(&mut self) -> Result<(), DeviceError> {
         let phase = self.phase;
+        Inject::reset(&mut self.inject, phase);
+        self.marred = None;
         let session = self.session.clone();
         session
             .context

@@ -54,6 +54,7 @@ pub struct Script {
     loss: LossOf,
     digest: DigestOf,
     health: Health,
+    graph_health: Option<Health>,
     busy_ms: Option<f64>,
     /// Host time that a full launch queue adds to a step; `None`: no queue.
     queue_ms: Option<f64>,
@@ -86,6 +87,12 @@ impl Script {
         self.digest = Box::new(digest);
         self
     }
+    /// Of the card while steps of the graph arm run, where it is not that of the eager arm.
+    pub fn graph_health(mut self, health: Health) -> Self {
+        self.graph_health = Some(health);
+        self
+    }
+
     pub fn health(mut self, health: Health) -> Self {
         self.health = health;
         self
@@ -169,6 +176,7 @@ impl FakeExecutor {
             loss: Box::new(|_, step| Some(4.0 - step as f32 * 1e-4)),
             digest: Box::new(|_| vec![("weight".into(), 1), ("grad".into(), 2)]),
             health: Health::default(),
+            graph_health: None,
             busy_ms: None,
             queue_ms: None,
             profile: None,
@@ -320,7 +328,8 @@ impl Executor for FakeExecutor {
     }
 
     fn health(&mut self) -> Health {
-        self.script.health.clone()
+        let of_graphs = self.script.graph_health.as_ref().filter(|_| self.last_arm == Arm::Graph);
+        of_graphs.unwrap_or(&self.script.health).clone()
     }
 
     fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
