@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
-"""Host time of eager PyTorch by part and pass, as a file for `mbperf --host_model FILE`.
+"""Host time of eager PyTorch by part and pass, and of replays, as a file for `mbperf --host_model FILE`.
 
-usage: calibrate_host_model.py [-o FILE] [--steps N] [--layers L] [--check FILE]
+usage: calibrate_host_model.py [-o FILE] [--check FILE] [--rounds N] [--layers L] [--points KIND:TOKENS,...]
 
-Needs PyTorch and one GPU. Small modules of its own stand for the parts of a layer (attention, MLP, router, dispatch,
-experts), in bf16, at the shapes of llama3_8b and qwen3_30b_a3b (8 of 128 experts local). A stack of L layers runs
-forward and backward; a clock is read at each module's beginning and end, in the backward pass by hooks on the
-gradients of what goes in and comes out. All times are the host's: the device is waited for between steps only.
+Needs PyTorch and one GPU (about 25 GB for llama3_8b at 512 tokens; --points chooses others). Stacks of L layers of
+host_model_stack.py, in bf16, run forward and backward: eager, with graphs of attention and of attention and a second part (one
+graph for both, and one each), and as one graph. A clock is read at each part's beginning and end, in the backward pass by
+hooks on the gradients of what goes in and comes out. All times are the host's: the device is waited for between steps only.
 
---check FILE also writes, for the same stacks, whole-step figures of eager, scoped graphs and one graph.
+On a shared host PyTorch's own host time of one stack moves by 10 to 25 % between two loops a second apart (seen on an H200
+machine). So everything is measured in turns: each of N rounds runs a few steps of every form, steps with and without marks
+in alternation, and figures are medians over rounds.
+
+--check FILE also writes, from other steps of the same rounds, what host_model_check.py compares a model with: host and wall
+times of every form, round by round, and device-busy times (last: a profiler slows down all that follows).
 """
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -18,331 +24,213 @@ import sys
 import time
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-BF16 = torch.bfloat16
-DENSE = dict(hidden=4096, heads=32, groups=8, head_dim=128, ffn=14336)
-MOE = dict(hidden=2048, heads=32, groups=4, head_dim=128, ffn=768, experts=128, local=8, topk=8)
-POINTS = [("dense", 128), ("dense", 512), ("dense", 8192), ("moe", 512), ("moe", 4096)]
+import host_model_stack as stacks
+from host_model_figures import shared_out, spread
+
+POINTS = "dense:128,dense:512,dense:8192,moe:512,moe:4096"
 NAMES = {"dense": "llama3_8b", "moe": "qwen3_30b_a3b"}
+# Dense stacks of more tokens are in the table of eager host times alone: there the device is the limit, by far.
+MOST_DENSE_TOKENS = 4096
+# Rounds of the default points take about 75 s on an H200 (4.7 s each with --check, by the step times that earlier runs
+# found), building and profiling another 50 s.
+ROUNDS = 16
+# Steps of each sort and form in a round: a form's turn is then long enough to be run in, and short beside drift.
+STEPS = 4
+# Steps of a wall time: the median of less moves with one late wake-up.
+WALL_STEPS = 5
 
 
-def linear(n_in, n_out, dtype=BF16):
-    return nn.Linear(n_in, n_out, bias=False, dtype=dtype, device="cuda")
+class Turns:
+    """A form of one stack, and what its turns gave."""
+
+    def __init__(self, kind, tokens, layers, form):
+        self.form, self.layers = form, layers
+        self.stack, self.step = stacks.ready(kind, tokens, layers, form)
+        self.replays = 1 if form.scope == "full" else self.stack.replays
+        # By round: host time of steps that calibrate, host and wall time of other ones, to be checked.
+        self.host_ms, self.checked_ms, self.wall_ms = [], [], []
+        # Steps with marks, and what marks alone cost by round. One graph has no parts to be told apart.
+        self.marked, self.mark_costs, self.marks = [], [], form.scope != "full"
+        if self.marks:
+            self.stack.marked()
+
+    def turn(self, r, check):
+        """One round: sorts of steps in alternation, in another order each time, so that drift falls on all."""
+        checked, plain = [], []
+        sorts = [lambda: plain.append(stacks.host_ms(self.step))]
+        if self.marks:
+            sorts.append(lambda: self.marked.append(self.stack.marked()))
+        if check:
+            sorts.append(lambda: checked.append(stacks.host_ms(self.step)))
+        # Not timed: the form before has left its own data in the caches.
+        stacks.host_ms(self.step)
+        for i in range(STEPS):
+            at = (r + i) % len(sorts)
+            for sort in sorts[at:] + sorts[:at]:
+                sort()
+        self.host_ms.append(statistics.median(plain))
+        if self.marks:
+            self.mark_costs.append(stacks.mark_costs_ms())
+        if check:
+            self.checked_ms.append(statistics.median(checked))
+            self.wall_ms.append(stacks.wall_ms(self.step, WALL_STEPS))
+
+    def host(self):
+        """Host milliseconds of a step that calibrates."""
+        return statistics.median(self.host_ms)
+
+    def mark_ms(self):
+        """Host milliseconds of one mark by pass."""
+        return {which: statistics.median(costs[which] for costs in self.mark_costs) for which in self.mark_costs[0]}
+
+    def groups(self):
+        """Host milliseconds a layer by (pass, group)."""
+        by_key = shared_out(self.host(), self.marked, stacks.OUTSIDE, self.mark_ms(), self.layers)
+        return {key: ms / self.layers for key, ms in by_key.items()}
+
+    def row(self, kind, tokens):
+        """For --check: what was measured of this form, lists by round."""
+        rounded = lambda values: [round(ms, 4) for ms in values]
+        row = dict(recipe=NAMES[kind], tokens=tokens, layers=self.layers, scope=self.form.scope, apart=self.form.apart,
+                   replays=self.replays, wall_ms=rounded(self.wall_ms), host_ms=rounded(self.checked_ms),
+                   calibrated_host_ms=rounded(self.host_ms))
+        if self.marks:
+            row.update(by_pass(self.groups()), mark_ms={which: round(ms, 5) for which, ms in self.mark_ms().items()})
+        return row
 
 
-class Attention(nn.Module):
-    """Norm, QKV, rotation (with q/k norm in expert models), causal attention, projection, residual."""
-
-    def __init__(self, c, tokens, qk_norm):
-        super().__init__()
-        self.c = c
-        self.norm = nn.RMSNorm(c["hidden"], dtype=BF16, device="cuda")
-        self.qkv = linear(c["hidden"], (c["heads"] + 2 * c["groups"]) * c["head_dim"])
-        self.out = linear(c["heads"] * c["head_dim"], c["hidden"])
-        per_head = lambda: nn.RMSNorm(c["head_dim"], dtype=BF16, device="cuda")
-        self.q_norm, self.k_norm = (per_head(), per_head()) if qk_norm else (None, None)
-        half = c["head_dim"] // 2
-        angle = torch.arange(tokens, device="cuda")[:, None] * 1e6 ** (-torch.arange(half, device="cuda") / half)
-        self.register_buffer("cos", angle.cos().to(BF16).repeat(1, 2)[:, None])
-        self.register_buffer("sin", angle.sin().to(BF16).repeat(1, 2)[:, None])
-
-    def rotate(self, x):
-        first, second = x.chunk(2, -1)
-        return x * self.cos + torch.cat((-second, first), -1) * self.sin
-
-    def forward(self, x):
-        c, (batch, tokens, _) = self.c, x.shape
-        sizes = [n * c["head_dim"] for n in (c["heads"], c["groups"], c["groups"])]
-        q, k, v = (t.view(batch, tokens, -1, c["head_dim"]) for t in self.qkv(self.norm(x)).split(sizes, -1))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.transpose(1, 2) for t in (self.rotate(q), self.rotate(k), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
+def by_pass(groups):
+    """Times by (pass, group) as two tables."""
+    of = lambda wanted: {name: round(ms, 4) for (which, name), ms in groups.items() if which == wanted}
+    return dict(forward_ms=of("forward"), backward_ms=of("backward"))
 
 
-class Mlp(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.norm = nn.RMSNorm(c["hidden"], dtype=BF16, device="cuda")
-        self.up, self.down = linear(c["hidden"], 2 * c["ffn"]), linear(c["ffn"], c["hidden"])
-
-    def forward(self, x):
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+def forms_of(kind, tokens):
+    forms = stacks.forms(kind)
+    return forms[:1] if kind == "dense" and tokens > MOST_DENSE_TOKENS else forms
 
 
-class Router(nn.Module):
-    """Norm, gate, softmax, top-k; gives the normed tokens too."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.topk = c["topk"]
-        self.norm = nn.RMSNorm(c["hidden"], dtype=BF16, device="cuda")
-        self.gate = linear(c["hidden"], c["experts"], torch.float32)
-
-    def forward(self, x):
-        y = self.norm(x).flatten(0, 1)
-        probs, index = torch.topk(self.gate(y.float()).softmax(-1), self.topk, -1)
-        return y, probs / probs.sum(-1, keepdim=True), index
-
-
-class Dispatch(nn.Module):
-    """Sorts the token copies by expert, brings the counts to the host, gathers the rows."""
-
-    def __init__(self, c, wait):
-        super().__init__()
-        self.c, self.wait = c, wait
-
-    def forward(self, y, probs, index):
-        local = (index % self.c["local"]).flatten()
-        order = torch.argsort(local, stable=True)
-        if self.wait:
-            counts = torch.bincount(local, minlength=self.c["local"])
-            counts.cpu()
-        else:
-            counts = (local[:, None] == torch.arange(self.c["local"], device="cuda")).sum(0)
-        source = order // self.c["topk"]
-        return y[source], probs.flatten()[order], source, counts.cumsum(0).to(torch.int32)
+def measure(kind, tokens, layers, rounds, check):
+    """All forms of one stack, in turns."""
+    forms = forms_of(kind, tokens)
+    alone = len(forms) == 1
+    check = check and not alone
+    turns = [Turns(kind, tokens, layers, form) for form in forms]
+    for r in range(max(2, rounds // 4) if alone else rounds):
+        at = r % len(turns)
+        for each in turns[at:] + turns[:at]:
+            each.turn(r, check)
+    for each in turns:
+        wall = f", wall {statistics.median(each.wall_ms):.2f} (up to {spread(each.wall_ms):.2f}x)" if check else ""
+        print(f"{NAMES[kind]} {tokens} {each.form}: host {each.host():.2f} ms (rounds up to "
+              f"{spread(each.host_ms):.2f}x apart){wall}", file=sys.stderr, flush=True)
+        # The figures stay, the stack goes.
+        del each.stack, each.step
+    return turns
 
 
-class Experts(nn.Module):
-    """Grouped products over ragged rows, weighting, sum by token, residual."""
-
-    def __init__(self, c):
-        super().__init__()
-        weight = lambda *shape: nn.Parameter(torch.randn(*shape, dtype=BF16, device="cuda") * shape[1] ** -0.5)
-        self.up = weight(c["local"], c["hidden"], 2 * c["ffn"])
-        self.down = weight(c["local"], c["ffn"], c["hidden"])
-
-    def forward(self, rows, probs, source, offsets, x):
-        gate, up = torch._grouped_mm(rows, self.up, offs=offsets).chunk(2, -1)
-        out = torch._grouped_mm(F.silu(gate) * up, self.down, offs=offsets) * probs[:, None].to(BF16)
-        return x + torch.zeros_like(x).flatten(0, 1).index_add_(0, source, out).view_as(x)
+def release():
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
-class Clock:
-    """Time between marks, by what came before the mark."""
-
-    def __init__(self):
-        self.on, self.last, self.ms = False, 0.0, {}
-
-    def start(self):
-        self.last = time.perf_counter()
-
-    def mark(self, name):
-        if self.on:
-            now = time.perf_counter()
-            self.ms[name] = self.ms.get(name, 0.0) + (now - self.last) * 1e3
-            self.last = now
+def busy(kind, tokens, layers, form):
+    """Device-busy milliseconds and kernels of a step of a form, from a stack built anew."""
+    stack, step = stacks.ready(kind, tokens, layers, form)
+    found = stacks.busy(step)
+    del stack, step
+    release()
+    return found
 
 
-class Edge(torch.autograd.Function):
-    """Nothing, but a mark when the gradient passes: then the backward pass of `name`, which follows here, is done."""
-
-    @staticmethod
-    def forward(ctx, x, clock, name):
-        ctx.clock, ctx.name = clock, name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.clock.mark(("backward", ctx.name))
-        return gradient, None, None
-
-
-class Stack:
-    def __init__(self, kind, tokens, layers, wait=True):
-        c = DENSE if kind == "dense" else MOE
-        self.kind, self.clock, self.parts = kind, Clock(), []
-        for _ in range(layers):
-            attention = Attention(c, tokens, kind == "moe")
-            if kind == "dense":
-                self.parts.append((attention, Mlp(c)))
-            else:
-                self.parts.append((attention, Router(c), Dispatch(c, wait), Experts(c)))
-        self.weights = [p for layer in self.parts for m in layer for p in m.parameters()]
-        for p in self.weights:
-            if p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-        self.x = torch.randn(1, tokens, c["hidden"], dtype=BF16, device="cuda", requires_grad=True)
-        self.gradient = torch.randn_like(self.x)
-
-    def forward(self, edges):
-        clock, x = self.clock, self.x
-        edge = (lambda t, name: Edge.apply(t, clock, name)) if edges else (lambda t, name: t)
-        for layer in self.parts:
-            x = layer[0](edge(x, "attn"))
-            clock.mark(("forward", "attn"))
-            if self.kind == "dense":
-                x = layer[1](edge(x, "mlp"))
-                clock.mark(("forward", "mlp"))
+def replays(found):
+    """Entries of `module_replays`: by kind and captured parts, medians over the points of the kind."""
+    figures = {}
+    for (kind, _), turns in found.items():
+        for each in turns:
+            if not each.form.parts:
                 continue
-            y, probs, index = layer[1](edge(x, "moe_router"))
-            clock.mark(("forward", "moe_router"))
-            rows, weights, source, offsets = layer[2](edge(y, "moe_preprocess"), probs, index)
-            clock.mark(("forward", "moe_preprocess"))
-            x = layer[3](edge(rows, "moe_experts"), weights, source, offsets, x)
-            clock.mark(("forward", "moe_experts"))
-        return x
-
-    def step(self, edges=False):
-        for p in self.weights:
-            p.grad = None
-        self.clock.start()
-        self.forward(edges).backward(self.gradient)
+            # Graphs apart give the second part's figure: attention's is that of its own form.
+            name = each.form.parts[1] if each.form.apart else ",".join(each.form.parts)
+            groups = each.groups()
+            figures.setdefault((kind, name), []).append((groups["forward", name], groups["backward", name]))
+    middle = lambda values: round(statistics.median(values), 4)
+    return [dict(layer=kind, parts=name.split(","), forward_ms=middle(f for f, _ in of), backward_ms=middle(b for _, b in of))
+            for (kind, name), of in figures.items()]
 
 
-def host_ms(step, steps):
-    """Median host time of a step, the device idle before each."""
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1e3)
-    torch.cuda.synchronize()
-    return statistics.median(times)
+def one_a_line(value, indent=0):
+    """JSON whose lists of objects have one object a line."""
+    pad = " " * (indent + 1)
+    if isinstance(value, dict) and indent == 0:
+        inner = ",\n".join(f"{pad}{json.dumps(key)}: {one_a_line(of, 1)}" for key, of in value.items())
+        return f"{{\n{inner}\n}}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        inner = ",\n".join(f"{pad}{json.dumps(of)}" for of in value)
+        return f"[\n{inner}\n{' ' * indent}]"
+    return json.dumps(value)
 
 
-def wall_ms(step, steps):
-    """Median wall time of a step, one after the other without waiting."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
+def write(path, value):
+    with open(path, "w") as out:
+        out.write(one_a_line(value) + "\n")
+    print(f"wrote {path}", file=sys.stderr, flush=True)
 
 
-def busy_ms(step):
-    """Sum of kernel times of one step."""
-    from torch.profiler import ProfilerActivity, profile
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as p:
-        step()
-        torch.cuda.synchronize()
-    device = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(e.device_time for e in device) / 1e3, len(device)
-
-
-def point(kind, tokens, layers, steps):
-    """A point of the table: the whole step's host time, shared out as the marks say."""
-    stack = Stack(kind, tokens, layers)
-    for _ in range(8):
-        stack.step(True)
-    samples = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        stack.clock.ms, stack.clock.on = {}, True
-        stack.step(True)
-        stack.clock.on = False
-        samples.append(stack.clock.ms)
-    torch.cuda.synchronize()
-    marks = {key: statistics.median(s[key] for s in samples) for key in samples[0]}
-    # The marks cost time of their own: their shares are kept, the sum is that of steps without them.
-    whole = host_ms(stack.step, steps)
-    scale = whole / sum(marks.values()) / layers
-    of = lambda wanted: {name: round(ms * scale, 4) for (which, name), ms in marks.items() if which == wanted}
-    _, kernels = busy_ms(stack.step)
-    print(f"{NAMES[kind]} {tokens} tokens: host {whole:.2f} ms, {kernels} kernels", file=sys.stderr)
-    return dict(layer=kind, tokens=tokens, forward_ms=of("forward"), backward_ms=of("backward")), whole, kernels
-
-
-def graphed(stack, scopes):
-    """Replaces modules of the scopes by graphed callables; gives the number of replays a step."""
-    replays = 0
-    for i, layer in enumerate(stack.parts):
-        layer = list(layer)
-        for at, name in [(0, "attn"), (1, "mlp" if stack.kind == "dense" else "moe_router")]:
-            if name in scopes:
-                sample = stack.x.detach().clone().requires_grad_()
-                layer[at] = torch.cuda.make_graphed_callables(layer[at], (sample,))
-                replays += 2
-        stack.parts[i] = tuple(layer)
-    return replays
-
-
-def whole_graph(stack):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            stack.step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    for p in stack.weights:
-        p.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stack.step()
-    return graph.replay
-
-
-def warm(step, times=8):
-    for _ in range(times):
-        step()
-    torch.cuda.synchronize()
-    return step
-
-
-def check(kind, tokens, layers, steps):
-    """Whole-step figures of the ways to run one stack."""
-    rows = []
-    second = "mlp" if kind == "dense" else "moe_router"
-    for scope in ("eager", "attn", f"attn,{second}", "full"):
-        stack = Stack(kind, tokens, layers, wait=scope != "full")
-        if scope not in ("eager", "full"):
-            graphed(stack, scope.split(","))
-        step = warm(whole_graph(stack) if scope == "full" else stack.step)
-        busy, kernels = busy_ms(step)
-        rows.append(dict(recipe=NAMES[kind], tokens=tokens, layers=layers, scope=scope, wall_ms=wall_ms(step, steps),
-                         host_ms=host_ms(step, steps), busy_ms=busy, kernels=kernels))
-        del stack, step
-        torch.cuda.empty_cache()
-    return rows
+def points(text):
+    found = []
+    for word in text.split(","):
+        kind, _, tokens = word.partition(":")
+        if kind not in NAMES or not tokens.isdecimal() or int(tokens) < 1:
+            raise argparse.ArgumentTypeError(f"{word!r} is not dense:TOKENS or moe:TOKENS")
+        found.append((kind, int(tokens)))
+    if not any(kind == "dense" and len(forms_of(kind, tokens)) > 1 for kind, tokens in found):
+        raise argparse.ArgumentTypeError(
+            f"a dense point of at most {MOST_DENSE_TOKENS} tokens is needed: whole graphs and single launches are timed there")
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", default="host_model.json")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--check", metavar="FILE")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--points", type=points, default=POINTS)
     args = parser.parse_args()
+    if args.rounds < 1 or args.layers < 1:
+        parser.error("--rounds and --layers must be at least 1")
     if not torch.cuda.is_available():
         sys.exit("calibrate_host_model.py: PyTorch sees no GPU: run it on the machine whose host time you want")
     torch.manual_seed(0)
-    layers, per_kernel = [], []
-    for kind, tokens in POINTS:
-        entry, whole, kernels = point(kind, tokens, args.layers, args.steps)
-        layers.append(entry)
-        if kind == "dense":
-            per_kernel.append(whole / kernels)
-        torch.cuda.empty_cache()
-    stack = Stack("dense", 512, args.layers)
-    replays = graphed(stack, ("attn", "mlp"))
-    module_ms = host_ms(warm(stack.step), args.steps) / replays
-    iteration_ms = host_ms(warm(whole_graph(Stack("dense", 512, args.layers))), args.steps)
-    model = dict(
-        format=1, name="calibrated",
-        source=f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, {platform.node()}, "
-               f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}",
-        layers=layers, module_replay_ms=round(module_ms, 4), iteration_replay_ms=round(iteration_ms, 4),
-        other_launch_ms=round(statistics.median(per_kernel), 4))
-    with open(args.output, "w") as out:
-        json.dump(model, out, indent=1)
-        out.write("\n")
+    found = {}
+    for kind, tokens in args.points:
+        found[kind, tokens] = measure(kind, tokens, args.layers, args.rounds, bool(args.check))
+        release()
+    rows, per_launch = [], []
+    for (kind, tokens), turns in found.items():
+        checked = args.check and len(turns) > 1
+        for each in turns:
+            eager = each.form.scope == "eager"
+            if not checked and not (kind == "dense" and eager):
+                continue
+            busy_ms, kernels = busy(kind, tokens, args.layers, each.form)
+            if kind == "dense" and eager:
+                per_launch.append(each.host() / kernels)
+            if checked:
+                rows.append(dict(each.row(kind, tokens), busy_ms=round(busy_ms, 4), kernels=kernels))
+    # Graphs of several layers: dense ones, as expert layers need static shapes for that.
+    whole = [each.host() for (kind, _), turns in found.items() if kind == "dense"
+             for each in turns if each.form.scope == "full"]
+    layers = [dict(layer=kind, tokens=tokens, **by_pass(turns[0].groups())) for (kind, tokens), turns in found.items()]
+    source = (f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, {platform.node()}, {time.strftime('%Y-%m-%d')}, "
+              f"Python {platform.python_version()}, {args.rounds} rounds in turns, {args.layers} layers")
+    write(args.output, dict(
+        format=2, name="calibrated", source=source, layers=layers, module_replays=replays(found),
+        iteration_replay_ms=round(statistics.median(whole), 4), other_launch_ms=round(statistics.median(per_launch), 4)))
     if args.check:
-        rows = [row for kind, tokens in POINTS if (kind, tokens) != ("dense", 8192)
-                for row in check(kind, tokens, args.layers, args.steps)]
-        with open(args.check, "w") as out:
-            json.dump(rows, out, indent=1)
-            out.write("\n")
-    print(f"wrote {args.output}", file=sys.stderr)
+        write(args.check, dict(source=source, rounds=args.rounds, rows=rows))
 
 
 if __name__ == "__main__":

@@ -2,22 +2,17 @@
 //! makes of one program. `pytorch` is compiled in; `docs/host_model.md` says where its figures come from and what
 //! they are not, `benches/calibrate_host_model.py` measures them anew.
 
+mod file;
 #[cfg(test)]
 mod tests;
+
+pub use file::HostModelError;
 
 use crate::capture::{ArmPlan, RunPlan, Segment};
 use crate::device::host::{ArmCosts, HostCosts, Pace};
 use crate::program::{Part, Pass, Program};
 use serde::Deserialize;
-use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
-
-/// The model compiled in.
-const PYTORCH: &str = include_str!("../../host_models/pytorch.json");
-/// Version of the file's form.
-const FORMAT: u64 = 1;
-/// A part that takes longer than this on the host is a mistake of units: a second is a thousand times the truth.
-const LONGEST_MS: f64 = 1000.0;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Parts of a layer by the names that files use.
 const PARTS: [(&str, Part); 6] = [
@@ -32,18 +27,6 @@ const PARTS: [(&str, Part); 6] = [
 /// Layer kinds of a file: what a layer is told by.
 const KINDS: [&str; 3] = ["dense", "moe", "mamba"];
 
-/// Why a host model cannot be used: exit 2.
-#[derive(Debug, thiserror::Error)]
-pub enum HostModelError {
-    #[error(
-        "--host_model {path}: {reason}; `bare` and `pytorch` are built in, \
-         benches/calibrate_host_model.py writes a file for your machine"
-    )]
-    Read { path: String, reason: String },
-    #[error("--host_model {path}: {reason}")]
-    Form { path: String, reason: String },
-}
-
 /// Host time of one kind of layer at one size.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -57,18 +40,29 @@ struct Point {
     backward_ms: BTreeMap<String, f64>,
 }
 
-/// A host model as its file holds it.
+/// Host time of replaying the graphs of one kind of layer.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
+struct Replay {
+    /// `dense`, `moe` or `mamba`.
+    layer: String,
+    /// Parts of the layer that one graph holds. None: format 1's figure, for any.
+    parts: BTreeSet<String>,
+    /// Milliseconds of one replay of the forward pass's graph.
+    forward_ms: f64,
+    backward_ms: f64,
+}
+
+/// Host times of a framework, checked.
+#[derive(Debug, Clone, PartialEq)]
 pub struct HostModel {
-    format: u64,
     /// For the row: `pytorch`, or what a file calls itself.
     pub name: String,
     /// Framework, machine and date.
     pub source: String,
     layers: Vec<Point>,
-    /// Host time of replaying the graph of a layer's pass.
-    module_replay_ms: f64,
+    /// Host times of replaying the graph of a layer's pass.
+    replays: Vec<Replay>,
     /// Host time of replaying one graph that holds several layers.
     iteration_replay_ms: f64,
     /// Host time of a launch outside the parts above.
@@ -85,76 +79,24 @@ pub struct Coverage {
 }
 
 impl HostModel {
-    /// `bare` (none), `pytorch`, or a file.
-    ///
-    /// # Errors
-    /// A file that cannot be read or does not have the form.
-    pub fn load(name: &str) -> Result<Option<Self>, HostModelError> {
-        match name {
-            "bare" => Ok(None),
-            "pytorch" => Self::parse("pytorch", PYTORCH).map(Some),
-            file => {
-                let failed = |reason: String| HostModelError::Read { path: file.into(), reason };
-                let found = std::fs::metadata(Path::new(file)).map_err(|e| failed(e.to_string()))?;
-                // A pipe that nobody writes to would be waited for, a device read without end.
-                if !found.is_file() {
-                    return Err(failed("it is no plain file".into()));
-                }
-                let text = std::fs::read_to_string(Path::new(file)).map_err(|e| failed(e.to_string()))?;
-                Self::parse(file, &text).map(Some)
-            }
-        }
-    }
-
-    fn parse(path: &str, text: &str) -> Result<Self, HostModelError> {
-        let form = |reason: String| HostModelError::Form { path: path.into(), reason };
-        let model: Self = serde_json::from_str(text).map_err(|e| form(e.to_string()))?;
-        model.check().map_err(form)?;
-        Ok(model)
-    }
-
-    fn check(&self) -> Result<(), String> {
-        if self.format != FORMAT {
-            return Err(format!("format {} is not {FORMAT}, the one this version reads", self.format));
-        }
-        let time = |what: &str, ms: f64| {
-            if ms.is_finite() && (0.0..=LONGEST_MS).contains(&ms) {
-                return Ok(());
-            }
-            Err(format!("{what} is {ms} ms: a time between 0 and {LONGEST_MS} ms is needed"))
+    /// Milliseconds of replaying a graph that holds `parts` of one pass of a layer of `kind`: the figure of just these
+    /// parts, else the mean of the kind's figures, else the mean of all.
+    fn replay_ms(&self, kind: Option<&str>, parts: &BTreeSet<&str>, pass: Pass) -> f64 {
+        let of_kind: Vec<&Replay> = self.replays.iter().filter(|r| Some(r.layer.as_str()) == kind).collect();
+        let exact = of_kind.iter().find(|r| r.parts.iter().map(String::as_str).eq(parts.iter().copied()));
+        let chosen: Vec<&Replay> = match exact {
+            Some(replay) => vec![*replay],
+            None if of_kind.is_empty() => self.replays.iter().collect(),
+            None => of_kind,
         };
-        time("module_replay_ms", self.module_replay_ms)?;
-        time("iteration_replay_ms", self.iteration_replay_ms)?;
-        time("other_launch_ms", self.other_launch_ms)?;
-        if self.layers.is_empty() {
-            return Err("layers is empty: there is nothing to model".into());
-        }
-        for (i, point) in self.layers.iter().enumerate() {
-            if !KINDS.contains(&point.layer.as_str()) {
-                return Err(format!(
-                    "layers[{i}]: layer {:?} is not one of {}",
-                    point.layer,
-                    KINDS.join(", ")
-                ));
-            }
-            if point.tokens == 0 {
-                return Err(format!("layers[{i}]: tokens is 0"));
-            }
-            for (part, ms) in point.forward_ms.iter().chain(&point.backward_ms) {
-                if !PARTS.iter().any(|(name, _)| name == part) {
-                    let names = PARTS.map(|(name, _)| name).join(", ");
-                    return Err(format!("layers[{i}]: part {part:?} is not one of {names}"));
-                }
-                time(&format!("layers[{i}]: {part}"), *ms)?;
-            }
-        }
-        Ok(())
+        let ms = |r: &&Replay| if pass == Pass::Forward { r.forward_ms } else { r.backward_ms };
+        chosen.iter().map(ms).sum::<f64>() / chosen.len() as f64
     }
 
     /// Milliseconds of a part in a layer of `kind`: linear in the logarithm of the tokens between the points of
     /// the file, and that of the nearest point outside them. `None`: the file has no figure.
     fn part_ms(&self, kind: &str, part: Part, pass: Pass, tokens: usize) -> Option<f64> {
-        let name = PARTS.iter().find(|(_, p)| *p == part)?.0;
+        let name = part_name(part)?;
         let mut points: Vec<(f64, f64)> = self
             .layers
             .iter()
@@ -211,7 +153,9 @@ impl HostModel {
                 costs.replay_ms[s] = if several_layers(program, segment) {
                     self.iteration_replay_ms
                 } else {
-                    self.module_replay_ms
+                    let launch = &program.launches[segment.launches.start];
+                    let kind = launch.layer.and_then(|layer| kinds.get(&layer)).copied();
+                    self.replay_ms(kind, &parts_of(program, segment), launch.pass)
                 };
                 costs.step_ms += costs.replay_ms[s];
                 continue;
@@ -240,6 +184,11 @@ impl HostModel {
     }
 }
 
+/// What files call a part; `None`: they have no figure for it.
+fn part_name(part: Part) -> Option<&'static str> {
+    PARTS.iter().find(|(_, p)| *p == part).map(|(name, _)| *name)
+}
+
 /// What shares one figure: layer, part, pass, micro-batch.
 type Key = (Option<usize>, Part, Pass, usize);
 
@@ -263,6 +212,12 @@ fn layer_kinds(program: &Program) -> HashMap<usize, &'static str> {
         };
     }
     kinds
+}
+
+/// Names of the parts that a graph holds.
+fn parts_of(program: &Program, segment: &Segment) -> BTreeSet<&'static str> {
+    let launches = &program.launches[segment.launches.clone()];
+    launches.iter().filter_map(|l| part_name(l.part)).collect()
 }
 
 /// Whether a graph holds more than one pass of one layer.

@@ -1,0 +1,158 @@
+//! A model's file: two formats, and what is refused in them.
+
+use super::{HostModel, KINDS, PARTS, Point, Replay};
+use serde::Deserialize;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// The model compiled in.
+pub(super) const PYTORCH: &str = include_str!("../../host_models/pytorch.json");
+/// A part that takes longer than this on the host is a mistake of units: a second is a thousand times the truth.
+const LONGEST_MS: f64 = 1000.0;
+
+/// Why a host model cannot be used: exit 2.
+#[derive(Debug, thiserror::Error)]
+pub enum HostModelError {
+    #[error(
+        "--host_model {path}: {reason}; `bare` and `pytorch` are built in, \
+         benches/calibrate_host_model.py writes a file for your machine"
+    )]
+    Read { path: String, reason: String },
+    #[error("--host_model {path}: {reason}")]
+    Form { path: String, reason: String },
+}
+
+/// A host model as its file holds it, of either format.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    format: u64,
+    name: String,
+    source: String,
+    layers: Vec<Point>,
+    /// Format 1: one figure for all graphs of a layer's pass.
+    module_replay_ms: Option<f64>,
+    /// Format 2.
+    module_replays: Option<Vec<Replay>>,
+    iteration_replay_ms: f64,
+    other_launch_ms: f64,
+}
+
+impl File {
+    fn into_model(self) -> Result<HostModel, String> {
+        let replays = match (self.format, self.module_replay_ms, self.module_replays) {
+            (1, Some(ms), None) => {
+                let any = |kind: &str| Replay {
+                    layer: kind.into(),
+                    parts: BTreeSet::new(),
+                    forward_ms: ms,
+                    backward_ms: ms,
+                };
+                KINDS.map(any).into()
+            }
+            (2, None, Some(replays)) => match replays.iter().position(|r| r.parts.is_empty()) {
+                Some(i) => return Err(format!("module_replays[{i}]: parts is empty, a graph holds some")),
+                None => replays,
+            },
+            (1, ..) => return Err("format 1 needs module_replay_ms and has no module_replays".into()),
+            (2, ..) => return Err("format 2 needs module_replays and has no module_replay_ms".into()),
+            (other, ..) => {
+                return Err(format!("format {other} is neither 1 nor 2, the ones this version reads"));
+            }
+        };
+        let model = HostModel {
+            name: self.name,
+            source: self.source,
+            layers: self.layers,
+            replays,
+            iteration_replay_ms: self.iteration_replay_ms,
+            other_launch_ms: self.other_launch_ms,
+        };
+        model.check()?;
+        Ok(model)
+    }
+}
+
+impl HostModel {
+    /// `bare` (none), `pytorch`, or a file.
+    ///
+    /// # Errors
+    /// A file that cannot be read or does not have the form.
+    pub fn load(name: &str) -> Result<Option<Self>, HostModelError> {
+        match name {
+            "bare" => Ok(None),
+            "pytorch" => Self::parse("pytorch", PYTORCH).map(Some),
+            file => {
+                let failed = |reason: String| HostModelError::Read { path: file.into(), reason };
+                let found = std::fs::metadata(Path::new(file)).map_err(|e| failed(e.to_string()))?;
+                // A pipe that nobody writes to would be waited for, a device read without end.
+                if !found.is_file() {
+                    return Err(failed("it is no plain file".into()));
+                }
+                let text = std::fs::read_to_string(Path::new(file)).map_err(|e| failed(e.to_string()))?;
+                Self::parse(file, &text).map(Some)
+            }
+        }
+    }
+
+    pub(super) fn parse(path: &str, text: &str) -> Result<Self, HostModelError> {
+        let form = |reason: String| HostModelError::Form { path: path.into(), reason };
+        let file: File = serde_json::from_str(text).map_err(|e| form(e.to_string()))?;
+        file.into_model().map_err(form)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let time = |what: &str, ms: f64| {
+            if ms.is_finite() && (0.0..=LONGEST_MS).contains(&ms) {
+                return Ok(());
+            }
+            Err(format!("{what} is {ms} ms: a time between 0 and {LONGEST_MS} ms is needed"))
+        };
+        let kind = |place: &str, kind: &str| {
+            if KINDS.contains(&kind) {
+                return Ok(());
+            }
+            Err(format!("{place}: layer {kind:?} is not one of {}", KINDS.join(", ")))
+        };
+        let part = |place: &str, part: &str| {
+            if PARTS.iter().any(|(name, _)| *name == part) {
+                return Ok(());
+            }
+            let names = PARTS.map(|(name, _)| name).join(", ");
+            Err(format!("{place}: part {part:?} is not one of {names}"))
+        };
+        time("iteration_replay_ms", self.iteration_replay_ms)?;
+        time("other_launch_ms", self.other_launch_ms)?;
+        if self.layers.is_empty() {
+            return Err("layers is empty: there is nothing to model".into());
+        }
+        for (i, point) in self.layers.iter().enumerate() {
+            let place = format!("layers[{i}]");
+            kind(&place, &point.layer)?;
+            if point.tokens == 0 {
+                return Err(format!("{place}: tokens is 0"));
+            }
+            for (name, ms) in point.forward_ms.iter().chain(&point.backward_ms) {
+                part(&place, name)?;
+                time(&format!("{place}: {name}"), *ms)?;
+            }
+        }
+        if self.replays.is_empty() {
+            return Err("module_replays is empty: a scoped graph would cost nothing".into());
+        }
+        for (i, replay) in self.replays.iter().enumerate() {
+            let place = format!("module_replays[{i}]");
+            kind(&place, &replay.layer)?;
+            for name in &replay.parts {
+                part(&place, name)?;
+            }
+            time(&format!("{place}: forward_ms"), replay.forward_ms)?;
+            time(&format!("{place}: backward_ms"), replay.backward_ms)?;
+            let same = |r: &&Replay| (&r.layer, &r.parts) == (&replay.layer, &replay.parts);
+            if let Some(first) = self.replays[..i].iter().position(|r| same(&r)) {
+                return Err(format!("{place}: layer and parts are those of module_replays[{first}]"));
+            }
+        }
+        Ok(())
+    }
+}
