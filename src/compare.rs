@@ -1,18 +1,19 @@
 //! `mbperf compare`: files in, report out, exit code.
 
 use crate::args::CompareArgs;
-use crate::args::compare::{ReportFormat, Undecided};
+use crate::args::compare::{DEFAULT_THRESHOLD, ReportFormat, Undecided};
 use crate::commands::{Usage, complain};
 use crate::keys::short;
-use crate::report::compare::{Options, Source, compare, keys, print};
+use crate::report::compare::{Gate, Options, Source, compare, keys, print};
 use crate::report::{Paths, file};
+use clap::ValueEnum;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// Compares and reports; the report is whole before the exit code is given.
 ///
 /// # Errors
-/// An unknown field of `--allow-unlike`, an output that is an input, of another kind or in no folder (exit 2); a report that
+/// An unknown field of `--allow-unlike`, a threshold of a gate that is off, an output that is an input, of another kind or in no folder (exit 2); a report that
 /// cannot be written all the same (exit 1), after the others are.
 pub fn run(args: &CompareArgs, out: &mut dyn Write) -> anyhow::Result<u8> {
     let options = options(args)?;
@@ -50,16 +51,49 @@ fn options(args: &CompareArgs) -> anyhow::Result<Options> {
         ))
         .into());
     }
+    thresholds_in_use(args)?;
+    let timing_threshold = args.timing_threshold.unwrap_or(DEFAULT_THRESHOLD);
     Ok(Options {
         gates: args.gate.clone(),
-        timing_threshold: args.timing_threshold,
-        ratio_threshold: args.ratio_threshold.unwrap_or(args.timing_threshold),
-        memory_threshold: args.memory_threshold,
+        timing_threshold,
+        ratio_threshold: args.ratio_threshold.unwrap_or(timing_threshold),
+        memory_threshold: args.memory_threshold.unwrap_or(DEFAULT_THRESHOLD),
         allow_unlike: args.allow_unlike.clone(),
         allow_missing: args.allow_missing,
         allow_unsteady: args.allow_unsteady,
         allow_undecided: args.undecided == Undecided::Pass,
     })
+}
+
+/// Refuses a threshold that nothing is held against: who gives it counts on a gate that is off.
+fn thresholds_in_use(args: &CompareArgs) -> anyhow::Result<()> {
+    let on = |gates: &[Gate]| args.gate.iter().any(|g| gates.contains(g));
+    let (ratio, time, memory) =
+        (on(&[Gate::Ratio, Gate::Both]), on(&[Gate::Time, Gate::Both]), on(&[Gate::Memory]));
+    let own_ratio = args.ratio_threshold.is_some();
+    for (option, given, used, gate) in [
+        ("--memory_threshold", args.memory_threshold.is_some(), memory, "memory"),
+        ("--ratio_threshold", own_ratio, ratio, "ratio"),
+        ("--timing_threshold", args.timing_threshold.is_some(), time || ratio && !own_ratio, "time"),
+    ] {
+        if given && !used {
+            let names = args.gate.iter().filter_map(|g| g.to_possible_value());
+            let mut names: Vec<String> = names.map(|v| v.get_name().to_owned()).collect();
+            let gates = names.join(",");
+            names.push(gate.to_owned());
+            let why = match option {
+                "--timing_threshold" if ratio => ", and --ratio_threshold is given for the ratio",
+                _ => "",
+            };
+            return Err(Usage(format!(
+                "{option} would be held against nothing: --gate {gates} does not gate {gate}{why}. Give --gate {}, or \
+                 leave {option} out",
+                names.join(",")
+            ))
+            .into());
+        }
+    }
+    Ok(())
 }
 
 /// Refuses to write over what is compared, and over any file that is no report.

@@ -359,7 +359,15 @@ fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> anyhow::Result<()
 fn held(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<u32> {
     let Some(path) = writer.path() else { return Ok(0) };
     let rows = Row::without_outcome(facts, options, "skipped", "");
-    let ids = sweep::already_run(path, &rows)?;
+    // Figures that a row of the same configuration need not have.
+    let mut filled = Vec::new();
+    if facts.host_model != "bare" {
+        filled.push("step_time_ms_modelled_median");
+    }
+    if args.mbperf.extrapolate && facts.num_microbatches < facts.num_microbatches_recipe {
+        filled.push("step_time_ms_extrapolated");
+    }
+    let ids = sweep::already_run(path, &rows, &filled)?;
     let Some(run_id) = ids.last() else { return Ok(0) };
     let (held, wanted) = (u32::try_from(ids.len()).unwrap_or(u32::MAX), args.mbperf.repeat);
     if held < wanted {

@@ -2,16 +2,13 @@
 
 use crate::commands::{Usage, fail};
 use crate::device::DeviceError;
-use crate::report::compare::keys::{Key, WORKLOAD};
+use crate::report::compare::keys::{ALIKE, Key, Known, WORKLOAD};
 use crate::report::compare::{Source, read, workload};
 use crate::report::{COLUMNS, Row, file};
 use std::path::Path;
 
 /// SIGINT and SIGTERM (DESIGN 6).
 const INTERRUPTED: u8 = 130;
-/// Beside the configuration key: what must be alike for a row to stand for the run that is about to start. The
-/// GPU is not among them: it is not opened yet.
-const ALIKE: [&str; 5] = ["device", "seed", "comm", "te_rng_tracker", "approximations"];
 
 /// Runs every job: one that fails is told and does not stop the others, an interruption does, and so does a device that
 /// is not there, which the others would but say again. Returns the first failure's exit code.
@@ -39,11 +36,12 @@ pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyh
 }
 
 /// The run ids of earlier runs in the file at `path`, oldest first, that have an `ok` row for each of `rows`, the rows
-/// that the run about to start would leave.
+/// that the run about to start would leave. Rows are told apart by what `compare` pairs and refuses by, as far as that is
+/// known before a device is opened: not by the GPU. Columns of `filled` must hold something: they are asked for.
 ///
 /// # Errors
 /// A file that cannot be read (exit 2).
-pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Vec<String>> {
+pub fn already_run(path: &Path, rows: &[Row], filled: &[&str]) -> anyhow::Result<Vec<String>> {
     let source =
         Source { name: path.display().to_string(), bytes: file::read(path).map_err(|e| e.to_string()) };
     if source.bytes.as_ref().is_ok_and(Vec::is_empty) {
@@ -54,7 +52,8 @@ pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Vec<String>> {
     // Key and further cells of a row.
     let identity = |cell: &dyn Fn(&str) -> String| {
         let of = |column: &str| if column == WORKLOAD { text(&cell("command")) } else { cell(column) };
-        (Key::new(of, &[]), ALIKE.map(cell))
+        let asked = ALIKE.iter().filter(|f| f.known == Known::Asked);
+        (Key::new(of, &[]), asked.map(|f| cell(f.name)).collect::<Vec<_>>())
     };
     let wanted: Vec<_> = rows
         .iter()
@@ -66,7 +65,7 @@ pub fn already_run(path: &Path, rows: &[Row]) -> anyhow::Result<Vec<String>> {
         .collect();
     let done: Vec<_> = records
         .iter()
-        .filter(|r| r.cell("status") == "ok")
+        .filter(|r| r.cell("status") == "ok" && filled.iter().all(|column| !r.cell(column).is_empty()))
         .map(|r| (r.cell("run_id"), identity(&|column| r.cell(column).to_owned())))
         .collect();
     let whole = |id: &str| wanted.iter().all(|w| done.iter().any(|(i, d)| *i == id && d == w));
@@ -145,22 +144,34 @@ mod tests {
             let mut facts = RunFacts { run_id: "second".into(), started_at: "later".into(), ..facts() };
             change(&mut facts);
             let rows = Row::without_outcome(&facts, &Options::default(), "skipped", "");
-            already_run(path, &rows).unwrap().pop()
+            already_run(path, &rows, &[]).unwrap().pop()
         };
         let (_folder, path) = written("ok", 2);
         assert_eq!(asked(&path, &|_| {}).as_deref(), Some("first"));
         assert_eq!(asked(&path, &|f| f.command += " --max_time 5 --resume").as_deref(), Some("first"));
-        let other: [&dyn Fn(&mut RunFacts); 6] = [
+        let other: [&dyn Fn(&mut RunFacts); 12] = [
             &|f| f.seed = 2,
             &|f| f.tp = 2,
             &|f| f.device = "cuda".into(),
             &|f| f.cuda_graph_scope = vec!["attn".into()],
             &|f| f.command += " --hidden_size 64",
             &|f| f.command += " model.ffn_hidden_size=64",
+            &|f| f.command += " --attention_backend own",
+            &|f| f.command += " --spin_percent 2",
+            &|f| f.overlap_wgrad = true,
+            &|f| f.host_model = "pytorch".into(),
+            &|f| f.moe_routing = Some("skewed"),
+            // Nobody knows what that is.
+            &|f| f.command = "mbperf --from_the_future".into(),
         ];
         for change in other {
             assert_eq!(asked(&path, change), None);
         }
+        // Cells that are asked for and that an earlier run did not leave.
+        let rows = facts();
+        let rows = Row::without_outcome(&rows, &Options::default(), "skipped", "");
+        assert_eq!(already_run(&path, &rows, &["command"]).unwrap().len(), 1);
+        assert!(already_run(&path, &rows, &["command", "step_time_ms_extrapolated"]).unwrap().is_empty());
         for (status, arms) in [("failed", 2), ("skipped", 2), ("ok", 1)] {
             let (_folder, path) = written(status, arms);
             assert_eq!(asked(&path, &|_| {}), None, "{status} {arms}");

@@ -82,6 +82,7 @@ fn b26_one_run_a_side_says_so_and_still_finds_twenty_percent() {
         let seen = compare(&base, &run(ratio), &[]);
         assert_eq!(seen.code, expected, "{ratio}: {}", seen.stdout);
         assert!(seen.stdout.contains("one run a side") && seen.stdout.contains("+-3.0 %"), "{}", seen.stdout);
+        assert!(seen.stdout.contains("no change between -10.4 and +11.6 % is called"), "{}", seen.stdout);
     }
     // Without intervals of their own (under eight pairs) runs cannot pass, and 20 % is still called.
     let bare = |r: Results| r.with("speedup_ci95_low", "").with("speedup_ci95_high", "");
@@ -157,8 +158,139 @@ fn b27_settings_of_the_workload_are_told_by_name() {
     let elsewhere =
         Results::three("new", 1.0, 1.0).with("command", "mbperf -m llama -mr llama3_8b -g h100 -o b.csv");
     assert_eq!(code(&base, &elsewhere, &[]), 0);
+    // What no column tells.
+    for line in [
+        "--spin_percent 2",
+        "--attention_backend own",
+        "--attention_deterministic false",
+        "--no_samplers",
+        "--dump folder",
+    ] {
+        let command = format!("mbperf -m llama -mr llama3_8b -g h100 {line}");
+        let new = Results::three("new", 1.0, 1.0).with("command", &command);
+        let refused = compare(&base, &new, &[]);
+        assert_eq!(refused.code, 12, "{line}");
+        let option = line.split(' ').next().unwrap();
+        assert!(refused.stdout.contains("differs in workload") && refused.stdout.contains(option), "{line}");
+        assert_eq!(code(&base, &new, &["--allow-unlike", "workload"]), 0, "{line}");
+        assert_eq!(code(&new, &new, &[]), 0, "{line}");
+    }
+    for (field, value) in [("overlap_wgrad", "true"), ("microbatches_extrapolated", "16")] {
+        let new = Results::three("new", 1.0, 1.0).with(field, value);
+        let refused = compare(&base, &new, &[]);
+        assert_eq!(refused.code, 12, "{field}");
+        assert!(refused.stdout.contains(field), "{}", refused.stdout);
+        assert_eq!(code(&base, &new, &["--allow-unlike", field]), 0, "{field}");
+    }
     // Another order of scope names is the same scope.
     assert_eq!(code(&base, &Results::three("new", 1.0, 1.0).with("cuda_graph_scope", "mlp+attn"), &[]), 0);
+}
+
+/// What a row must tell, and does not, is unlike: on one side and on both.
+#[test]
+fn what_is_not_told_is_unlike() {
+    let base = || Results::three("base", 1.0, 1.0);
+    let new = || Results::three("new", 1.0, 1.0);
+    for (field, column) in [
+        ("gpu_name", "gpu_name"),
+        ("gpu_memory_mib", "gpu_memory_mib"),
+        ("driver_version", "driver_version"),
+        ("cuda_version", "cuda_version"),
+        ("sm_clock_mhz_median", "sm_clock_mhz_median"),
+        ("power_limit_w", "power_limit_w"),
+        ("device", "device"),
+        ("comm", "comm"),
+        ("seed", "seed"),
+        ("te_rng_tracker", "te_rng_tracker"),
+        ("overlap_wgrad", "overlap_wgrad"),
+        ("seq_length", "seq_length"),
+        ("workload", "command"),
+    ] {
+        for (said, of) in [
+            ("(absent)", (|r: Results, c: &str| r.without(c)) as fn(Results, &str) -> Results),
+            ("(empty)", |r, c| r.with(c, "")),
+        ] {
+            for (b, n, sides) in [
+                (base(), of(new(), column), &["new"][..]),
+                (of(base(), column), new(), &["base"]),
+                (of(base(), column), of(new(), column), &["base", "new"]),
+            ] {
+                let seen = compare(&b, &n, &[]);
+                assert_eq!(seen.code, 12, "{field} {said} {sides:?}: {}", seen.stdout);
+                let listed = seen.json["unlike"].as_array().unwrap();
+                let unlike = listed.iter().find(|u| u["field"] == field);
+                let unlike = unlike.unwrap_or_else(|| panic!("{field} {said}: {listed:?}"));
+                for side in ["base", "new"] {
+                    assert_eq!(unlike[side] == said, sides.contains(&side), "{field} {said}: {unlike}");
+                }
+                let allowed = compare(&b, &n, &["--allow-unlike", field]);
+                // Whether a row is of a GPU is told by its device.
+                assert_eq!(allowed.code, 0, "{field} {said} {sides:?}: {}", allowed.stdout);
+                let recorded = allowed.json["unlike_allowed"].as_array().unwrap();
+                assert!(recorded.iter().any(|u| u["field"] == field), "{field} {said}: {recorded:?}");
+            }
+        }
+    }
+    // Some rows of a side.
+    assert_eq!(code(&base(), &new().with_row(2, "gpu_name", ""), &[]), 12);
+    // The harness's own lines, and those of a later mbperf.
+    for command in ["python run_script.py", "mbperf --from_the_future", "mbperf rules", "mbperf 'open"] {
+        for (b, n) in [
+            (base(), new().with("command", command)),
+            (base().with("command", command), new().with("command", command)),
+        ] {
+            let seen = compare(&b, &n, &[]);
+            assert_eq!(seen.code, 12, "{command}");
+            assert_eq!(seen.json["unlike"][0]["field"], "workload", "{command}: {}", seen.stdout);
+            assert!(seen.stdout.contains(&format!("cannot read: {command}")), "{}", seen.stdout);
+            assert_eq!(code(&b, &n, &["--allow-unlike", "workload"]), 0, "{command}");
+        }
+    }
+}
+
+/// A CPU has no GPU's name, driver or clock, a dense model no routing: nothing is missing there.
+#[test]
+fn what_a_row_cannot_have_is_not_missed() {
+    const OF_A_GPU: [&str; 6] = [
+        "gpu_name",
+        "gpu_memory_mib",
+        "driver_version",
+        "cuda_version",
+        "sm_clock_mhz_median",
+        "power_limit_w",
+    ];
+    let cpu = |name| {
+        let results = Results::three(name, 1.0, 1.0).with("device", "cpu");
+        OF_A_GPU.iter().fold(results, |r, column| r.with(column, ""))
+    };
+    let gate = ["--gate", "time"];
+    assert_eq!(code(&cpu("a"), &cpu("b"), &gate), 0);
+    let bare = |name| OF_A_GPU.iter().fold(cpu(name), |r, column| r.without(column));
+    assert_eq!(code(&bare("a"), &cpu("b"), &gate), 0);
+    for column in OF_A_GPU {
+        // Found on one side it is a difference all the same.
+        let seen = compare(&cpu("a"), &cpu("b").with(column, "7"), &gate);
+        assert_eq!((seen.code, &seen.json["unlike"][0]["field"]), (12, &Value::from(column)));
+    }
+    let seen = compare(&cpu("a"), &Results::three("b", 1.0, 1.0), &gate);
+    assert_eq!((seen.code, &seen.json["unlike"][0]["field"]), (12, &Value::from("device")));
+    // Experts.
+    let of = |name, routing: &str, routed: &str| {
+        Results::three(name, 1.0, 1.0)
+            .with("moe_routing", routing)
+            .with("tokens_routed", routed)
+            .with("tokens_padded", "0")
+            .with("tokens_dropped", "0")
+    };
+    assert_eq!(code(&of("a", "router", "64"), &of("b", "router", "64"), &[]), 0);
+    for other in [of("b", "router", "65"), of("b", "router", ""), of("b", "balanced", "64")] {
+        assert_eq!(code(&of("a", "router", "64"), &other, &[]), 12);
+    }
+    let untold = of("a", "router", "");
+    let seen = compare(&untold, &untold, &[]);
+    assert_eq!((seen.code, &seen.json["unlike"][0]["field"]), (12, &Value::from("tokens_routed")));
+    let dense = |name| ["tokens_routed", "tokens_padded"].iter().fold(of(name, "", ""), |r, c| r.without(c));
+    assert_eq!(code(&dense("a"), &dense("b"), &[]), 0);
 }
 
 #[test]
@@ -178,6 +310,11 @@ fn b28_exit_codes_and_reports_in_every_form() {
     assert_eq!(row["configuration"]["model_recipe"], "llama3_8b");
     assert!((row["change"].as_f64().unwrap() + 0.2).abs() < 1e-9);
     assert!(row["change_ci99_high"].as_f64().unwrap() < -0.15);
+    // Nothing has no sign, neither in print nor in JSON.
+    let same = compare(&base, &base, &["--gate", "both"]);
+    assert!(same.stdout.contains("0.0 % [") && !same.stdout.contains("-0.0 %"), "{}", same.stdout);
+    let signs = same.json["rows"].as_array().unwrap().iter().map(|r| r["change"].as_f64().unwrap());
+    assert!(signs.clone().all(|x| x == 0.0 && x.is_sign_positive()), "{:?}", signs.collect::<Vec<_>>());
     assert!(compare(&base, &slow, &["--format", "markdown"]).stdout.starts_with("### mbperf compare"));
     // A report that cannot be written is no pass.
     assert_eq!(code(&base, &base.clone(), &["--markdown", "/dev/full"]), 1);
@@ -197,6 +334,29 @@ fn b28_wrong_use_is_exit_2() {
         &["--no-such-option"],
     ] {
         assert_eq!(code(&base, &base.clone(), options), 2, "{options:?}");
+    }
+    // A threshold of a gate that is off: what it was meant to hold would pass.
+    for (options, say) in [
+        (&["--memory_threshold", "0.1"][..], "Give --gate ratio,memory, or leave --memory_threshold out"),
+        (&["--gate", "time", "--ratio_threshold", "0.1"], "Give --gate time,ratio"),
+        (&["--gate", "memory", "--timing_threshold", "0.1"], "Give --gate memory,time"),
+        (
+            &["--timing_threshold", "0.1", "--ratio_threshold", "0.1"],
+            "does not gate time, and --ratio_threshold is given for the ratio. Give --gate ratio,time",
+        ),
+    ] {
+        let seen = compare(&base, &base.clone(), options);
+        assert_eq!(seen.code, 2, "{options:?}");
+        assert!(seen.stderr.contains("would be held against nothing"), "{}", seen.stderr);
+        assert!(seen.stderr.contains(say), "{options:?}: {}", seen.stderr);
+    }
+    for options in [
+        &["--timing_threshold", "0.1"][..],
+        &["--ratio_threshold", "0.1"],
+        &["--gate", "both", "--timing_threshold", "0.1", "--ratio_threshold", "0.2"],
+        &["--gate", "memory,time", "--memory_threshold", "0.1", "--timing_threshold", "0.1"],
+    ] {
+        assert_eq!(code(&base, &base.clone(), options), 0, "{options:?}");
     }
     for line in [&["compare"][..], &["compare", "a.csv"], &["compare", "--new", "b.csv"]] {
         assert_eq!(binary().args(line).output().unwrap().status.code(), Some(2), "{line:?}");
@@ -263,7 +423,8 @@ fn b29_each_gate_has_its_threshold() {
     assert_eq!(code(&base, &slow_machine, &["--gate", "time", "--timing_threshold", "0.3"]), 0);
     let lost_ratio = Results::three("new", 1.0, 0.9);
     assert_eq!(code(&base, &lost_ratio, &["--gate", "both", "--timing_threshold", "0.3"]), 0);
-    assert_eq!(code(&base, &lost_ratio, &["--timing_threshold", "0.3", "--ratio_threshold", "0.05"]), 10);
+    let both = ["--gate", "both", "--timing_threshold", "0.3", "--ratio_threshold", "0.05"];
+    assert_eq!(code(&base, &lost_ratio, &both), 10);
     let larger = Results::three("new", 1.0, 1.0).with("peak_memory_mib", "44000");
     assert_eq!(code(&base, &larger, &[]), 0);
     assert_eq!(code(&base, &larger, &["--gate", "memory"]), 10);
@@ -323,14 +484,6 @@ fn cells_that_are_no_figures_are_named_by_row_and_column() {
     assert!(compare(&base, &outside, &[]).stdout.contains("outside its interval"));
 }
 
-/// The same file without a column.
-fn lacking(mut results: Results, column: &str) -> Results {
-    let at = results.at(column);
-    results.header.remove(at);
-    results.rows.iter_mut().for_each(|r| drop(r.remove(at)));
-    results
-}
-
 #[test]
 fn what_a_pass_rests_on_is_said_to_be_so() {
     let base = Results::three("base", 1.0, 1.0);
@@ -358,14 +511,14 @@ fn what_a_pass_rests_on_is_said_to_be_so() {
                 assert!(named, "{column} {cell:?}: {}", seen.stdout);
             }
         }
-        let seen = compare(&base, &lacking(new(), column), &[]);
+        let seen = compare(&base, &new().without(column), &[]);
         assert_eq!(seen.code, 12, "{column}");
         assert!(
             seen.stdout.contains(&format!("column {column}: the file has no such column")),
             "{}",
             seen.stdout
         );
-        assert_eq!(code(&lacking(base.clone(), column), &new(), &[]), 12, "{column}");
+        assert_eq!(code(&base.clone().without(column), &new(), &[]), 12, "{column}");
     }
     // What mbperf leaves empty itself: under six blocks there is no steady state, of one arm no equality.
     let few = |r: Results| {
@@ -408,7 +561,7 @@ fn memory_that_was_not_measured_is_no_zero() {
             assert!(seen.stdout.contains("column graph_memory_mib"), "{cell:?}: {}", seen.stdout);
         }
     }
-    let lacking = lacking(large("b"), "graph_memory_mib");
+    let lacking = large("b").without("graph_memory_mib");
     assert_eq!(compare(&large("a"), &lacking, &gate).code, 12);
     // Measured, it may be 0; the eager arm has none, nor has a CPU.
     let zero = |name| Results::three(name, 1.0, 1.0).with("graph_memory_mib", "0");
@@ -529,14 +682,28 @@ fn what_may_explain_a_change_is_a_warning() {
         assert_eq!(seen.code, 0);
         assert!(!seen.json["warnings"].as_array().unwrap().is_empty(), "{column}");
     }
-    let plan = |digest: &str, name: &str| {
-        let mut results = Results::three(name, 1.0, 1.0);
-        if !results.header.iter().any(|c| c == "gemm_plan_digest") {
-            results.header.push("gemm_plan_digest".into());
-            results.rows.iter_mut().for_each(|r| r.push(String::new()));
-        }
-        results.with("gemm_plan_digest", digest)
-    };
+    // What many rows share is one line, with their number.
+    let capped = |name| Results::three(name, 1.0, 1.0).with("throttle_reasons", "sw_power_cap");
+    let seen = compare(&capped("base"), &capped("new").with_row(0, "throttle_reasons", "none"), &[]);
+    let warnings = seen.json["warnings"].as_array().unwrap();
+    let said: Vec<&str> = warnings.iter().filter_map(Value::as_str).collect();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(
+        said[0].starts_with("clocks were held back (sw_power_cap): 11 of 12 rows, the first "),
+        "{said:?}"
+    );
+    assert!(said[0].contains("base.csv, row 1 (llama3_8b eager)"), "{said:?}");
+    // A cause that one file could not tell; that neither could is no difference.
+    let untold = |r: Results| r.without("gemm_plan_digest");
+    let seen = compare(&base, &untold(Results::three("new", 1.0, 1.0)), &[]);
+    assert!(
+        seen.stdout.contains("gemm_plan_digest differs: (empty) in base, (absent) in new"),
+        "{}",
+        seen.stdout
+    );
+    let seen = compare(&untold(base.clone()), &untold(Results::three("new", 1.0, 1.0)), &[]);
+    assert_eq!(seen.json["warnings"], serde_json::json!([]));
+    let plan = |digest: &str, name: &str| Results::three(name, 1.0, 1.0).with("gemm_plan_digest", digest);
     let seen = compare(&plan("a1", "base"), &plan("b2", "new"), &[]);
     assert_eq!(seen.code, 0);
     assert!(seen.stdout.contains("gemm_plan_digest differs: a1 in base, b2 in new"), "{}", seen.stdout);

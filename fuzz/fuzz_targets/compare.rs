@@ -7,6 +7,19 @@ use libfuzzer_sys::fuzz_target;
 use mbperf::report::compare::{Gate, Options, Source, Verdict, compare, print};
 
 const SEPARATOR: &[u8] = b"\n=====\n";
+/// Columns without which no two rows are known to be of one workload.
+const TOLD: [&str; 10] = [
+    "device",
+    "seed",
+    "comm",
+    "te_rng_tracker",
+    "overlap_wgrad",
+    "stack_only",
+    "seq_length",
+    "host_model",
+    "moe_routing",
+    "command",
+];
 
 fuzz_target!(|data: &[u8]| {
     let (base, new) = match data.windows(SEPARATOR.len()).position(|w| w == SEPARATOR) {
@@ -31,9 +44,16 @@ fuzz_target!(|data: &[u8]| {
             match report.exit_code {
                 0 => {
                     assert!(!report.rows.is_empty() && report.reasons.is_empty() && report.unlike.is_empty());
+                    // Both files name what must be told; that cells hold it is judged by the tests.
+                    for file in [base, new] {
+                        let text = String::from_utf8_lossy(file);
+                        assert!(TOLD.iter().all(|column| text.contains(column)), "{text}");
+                    }
                     for row in &report.rows {
                         assert!(row.verdict != Verdict::Regression && row.verdict != Verdict::CannotCompare);
-                        assert!([row.base, row.new].iter().all(|x| x.is_some_and(|x| x.is_finite() && x > 0.0)));
+                        assert!(
+                            [row.base, row.new].iter().all(|x| x.is_some_and(|x| x.is_finite() && x > 0.0))
+                        );
                     }
                 }
                 10..=12 => {}

@@ -38,15 +38,16 @@ pub struct CompareArgs {
     /// both (ratio and time), memory
     #[arg(long, value_name = "NAMES", default_value = "ratio", value_delimiter = ',')]
     pub gate: Vec<Gate>,
-    /// Relative slowdown that fails, of step times and, unless --ratio_threshold is given, of the speedup
-    #[arg(long, value_name = "X", default_value_t = DEFAULT_THRESHOLD, value_parser = threshold, allow_negative_numbers = true)]
-    pub timing_threshold: f64,
+    #[arg(long, value_name = "X", value_parser = threshold, allow_negative_numbers = true, help = format!(
+        "Relative slowdown that fails, of step times and, unless --ratio_threshold is given, of the speedup \
+         [default: {DEFAULT_THRESHOLD}]"))]
+    pub timing_threshold: Option<f64>,
     /// Relative loss of speedup that fails [default: --timing_threshold]
     #[arg(long, value_name = "X", value_parser = threshold, allow_negative_numbers = true)]
     pub ratio_threshold: Option<f64>,
-    /// Relative growth of memory that fails
-    #[arg(long, value_name = "X", default_value_t = DEFAULT_THRESHOLD, value_parser = threshold, allow_negative_numbers = true)]
-    pub memory_threshold: f64,
+    #[arg(long, value_name = "X", value_parser = threshold, allow_negative_numbers = true, help = format!(
+        "Relative growth of memory that fails [default: {DEFAULT_THRESHOLD}]"))]
+    pub memory_threshold: Option<f64>,
     /// Compare although this field differs, e.g. driver_version; may be repeated. The report records it
     #[arg(long = "allow-unlike", alias = "allow_unlike", value_name = "FIELD", value_delimiter = ',')]
     pub allow_unlike: Vec<String>,

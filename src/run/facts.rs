@@ -119,3 +119,81 @@ pub(super) fn run_line(resolved: &Resolved, info: &DeviceInfo, facts: &RunFacts)
         "notices": resolved.notices, "environment": environment,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{plan, settings};
+    use super::*;
+    use crate::args::{self, Command};
+    use crate::overrides::resolve;
+    use crate::recipe::Catalogue;
+    use crate::report::compare::roles::{ROLES, Role};
+    use crate::report::{COLUMNS, Row};
+
+    /// Cells of the last row that a command line would leave, by column.
+    fn cells(line: &str) -> Vec<(&'static str, String)> {
+        let words = std::iter::once("mbperf").chain(line.split_whitespace());
+        let Command::Run(args) = args::parse(words).unwrap() else { panic!("{line} is no run") };
+        let resolved = resolve(&args, &Catalogue::load(None).unwrap(), &|_| None).unwrap();
+        let plan = plan(&resolved.config, false, args.mbperf.comm_model).unwrap();
+        let (facts, options) = (facts(&resolved, &plan, &args), settings::options(&resolved, &args, false));
+        let rows = Row::without_outcome(&facts, &options, "skipped", "");
+        COLUMNS.iter().map(|c| (c.name, (c.value)(&rows[rows.len() - 1]).cell())).collect()
+    }
+
+    /// `compare` and `--resume` read these options from their columns: each must move one of its own.
+    #[test]
+    fn an_option_of_the_key_shows_in_its_columns() {
+        const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
+        const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
+        const FP8: &str = "-m llama -mr llama3_8b -g h100 -c fp8_cs";
+        // Told by the process that runs: what it was started as, what the file calls itself.
+        const LATER: [&str; 2] = ["nproc_per_node", "host_model"];
+        let lines = [
+            ("model_family_name", LLAMA, QWEN),
+            ("model_recipe_name", LLAMA, "-m llama -mr llama3_70b -g h100"),
+            ("num_gpus", LLAMA, "-m llama -mr llama3_8b -g h100 -ng 16"),
+            ("task", LLAMA, "-m llama -mr llama3_8b -g h100 --task sft"),
+            ("global_batch_size", LLAMA, "-m llama -mr llama3_8b -g h100 -gb 64"),
+            ("micro_batch_size", LLAMA, "-m llama -mr llama3_8b -g h100 -mb 2"),
+            ("seq_length", LLAMA, "-m llama -mr llama3_8b -g h100 -sl 512"),
+            ("tensor_model_parallel_size", LLAMA, "-m llama -mr llama3_8b -g h100 -tp 2"),
+            ("pipeline_model_parallel_size", LLAMA, "-m llama -mr llama3_8b -g h100 -pp 2"),
+            ("context_parallel_size", LLAMA, "-m llama -mr llama3_8b -g h100 -cp 1"),
+            ("expert_model_parallel_size", QWEN, "-m qwen -mr qwen3_30b_a3b -g h100 -ep 4"),
+            ("gpu", LLAMA, "-m llama -mr llama3_8b -g b200"),
+            ("compute_dtype", LLAMA, FP8),
+            ("run_dtype", FP8, "-m llama -mr llama3_8b -g h100 -c fp8_cs --run_dtype bf16"),
+            ("cuda_graph_impl", LLAMA, "-m llama -mr llama3_8b -g h100 --cuda_graph_scope attn"),
+            (
+                "cuda_graph_scope",
+                "-m llama -mr llama3_8b -g h100 --cuda_graph_scope attn",
+                "-m llama -mr llama3_8b -g h100 --cuda_graph_scope mlp",
+            ),
+            ("config_variant", QWEN, "-m qwen -mr qwen3_30b_a3b -g h100 -cv dev"),
+            ("stack_only", LLAMA, "-m llama -mr llama3_8b -g h100 --stack_only"),
+            ("overlap_wgrad", LLAMA, "-m llama -mr llama3_8b -g h100 --overlap_wgrad"),
+            ("max_microbatches", LLAMA, "-m llama -mr llama3_8b -g h100 --max_microbatches 1"),
+            (
+                "pp_rank",
+                "-m llama -mr llama3_8b -g h100 -pp 2",
+                "-m llama -mr llama3_8b -g h100 -pp 2 --pp_rank 1",
+            ),
+            ("aa", LLAMA, "-m llama -mr llama3_8b -g h100 --aa eager"),
+            ("seed", LLAMA, "-m llama -mr llama3_8b -g h100 --seed 7"),
+        ];
+        for (option, role) in ROLES {
+            let columns = match role {
+                Role::Key(columns) => *columns,
+                Role::Alike("seed") => &["seed"],
+                _ => continue,
+            };
+            if !LATER.contains(option) {
+                let (_, plain, other) = lines.iter().find(|(name, ..)| name == option).unwrap();
+                let (plain, other) = (cells(plain), cells(other));
+                let moved = plain.iter().zip(&other).any(|(a, b)| columns.contains(&a.0) && a != b);
+                assert!(moved, "--{option} moves none of {columns:?}");
+            }
+        }
+    }
+}

@@ -42,6 +42,9 @@ const COMMON: &[(&str, &str)] = &[
     ("num_microbatches_recipe", "16"),
     ("seq_length", "4096"),
     ("num_layers", "32"),
+    ("pp_rank", "0"),
+    ("stack_only", "false"),
+    ("overlap_wgrad", "false"),
     ("cuda_graph_impl", "transformer_engine"),
     ("cuda_graph_scope", "attn+mlp"),
     ("te_rng_tracker", "true"),
@@ -111,6 +114,14 @@ impl Results {
     pub fn with_row(mut self, row: usize, column: &str, cell: &str) -> Self {
         let at = self.at(column);
         self.rows[row][at] = cell.into();
+        self
+    }
+
+    /// The same file without a column.
+    pub fn without(mut self, column: &str) -> Self {
+        let at = self.at(column);
+        self.header.remove(at);
+        self.rows.iter_mut().for_each(|r| drop(r.remove(at)));
         self
     }
 

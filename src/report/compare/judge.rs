@@ -30,9 +30,10 @@ const LEAST_SHARE: f64 = 2.0 / 3.0;
 /// What is known about the spread between runs before any is seen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scatter {
-    /// One run a side: the interval is widened by this much either way (99 %), if runs scatter little.
+    /// One run a side: the interval of the logarithm is widened by this much either way (99 %), if runs scatter little.
     pub one_run_half_width: f64,
-    /// One run a side: a smaller change than this may be the spread between runs that scatter much, and is not called.
+    /// One run a side: a smaller change of the logarithm than this, up or down, may be the spread between runs that
+    /// scatter much, and is not called.
     pub one_run_least: f64,
     /// Standard deviation between runs of one configuration.
     pub run_sd: f64,
@@ -41,7 +42,8 @@ pub struct Scatter {
 impl Scatter {
     /// Times and their ratios. Processes started anew differ by up to one percent (clocks, temperature, where
     /// buffers lie). 3 % is 3 sigma of a difference of two runs that scatter by 0.7 %: a wider interval would let no
-    /// single run pass the default threshold of 5 %. 11 % is 2.6 sigma where they scatter by 3 %, and finds 20 %.
+    /// single run pass the default threshold of 5 %. 0.11 (-10.4 to +11.6 %) is 2.6 sigma where they scatter by 3 %, and
+    /// finds 20 %.
     pub const TIMING: Scatter = Scatter { one_run_half_width: 0.03, one_run_least: 0.11, run_sd: 0.01 };
     /// Device memory repeats but for the driver's pages of 2 MiB.
     pub const MEMORY: Scatter = Scatter { one_run_half_width: 0.002, one_run_least: 0.002, run_sd: 0.0005 };
@@ -75,7 +77,7 @@ pub enum Basis {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Change {
     pub log: Interval,
-    /// The smallest change that is called one.
+    /// The smallest change that is called one, up or down.
     pub least: f64,
     pub basis: Basis,
     /// A run without an interval of its own was used.
@@ -231,6 +233,20 @@ mod tests {
         assert!(change(&[], &side(3), Scatter::TIMING).is_none());
         // One side's spread serves the other.
         assert_eq!(change(&side(1), &side(3), Scatter::TIMING).unwrap().basis, Basis::Spread);
+    }
+
+    /// The page tells the constants as they are.
+    #[test]
+    fn the_docs_tell_the_widening_of_one_run() {
+        let page = include_str!("../../../docs/ci.md").replace('\n', " ").replace("  ", " ");
+        for (scatter, of) in [(Scatter::TIMING, "3 %"), (Scatter::MEMORY, "0.2 % for memory")] {
+            let width = crate::report::columns::number(scatter.one_run_half_width * 100.0);
+            assert!(of.starts_with(&format!("{width} %")) && page.contains(of), "{width}");
+        }
+        let least = Scatter::TIMING.one_run_least;
+        let (down, up) = ((-least).exp_m1() * 100.0, least.exp_m1() * 100.0);
+        let told = format!("no change between {down:.1} and {up:+.1} % is called");
+        assert!(page.contains(&told), "docs/ci.md does not say: {told}");
     }
 
     #[test]

@@ -75,7 +75,8 @@ impl Metric {
 
     /// Relative change of the figure for a change of its cost's logarithm.
     pub fn relative_value(self, log: f64) -> f64 {
-        if self == Metric::Speedup { (-log).exp_m1() } else { log.exp_m1() }
+        // No change has no sign: -0.0 would be printed with one.
+        0.0 + if self == Metric::Speedup { (-log).exp_m1() } else { log.exp_m1() }
     }
 
     /// The same of an interval's ends, low end first.

@@ -9,6 +9,8 @@ mod near;
 pub mod pair;
 pub mod print;
 pub mod read;
+pub mod roles;
+mod warn;
 pub mod workload;
 
 pub use judge::Verdict;
@@ -16,8 +18,9 @@ pub use keys::Unlike;
 pub use metric::Metric;
 pub use read::Source;
 
+use crate::measure::stats::Interval;
 use crate::report::SCHEMA_VERSION;
-use keys::WORTH_A_WARNING;
+use judge::Scatter;
 use pair::{Pair, Runs};
 use serde::Serialize;
 use std::collections::HashSet;
@@ -81,7 +84,7 @@ pub struct Row {
     pub configuration: serde_json::Map<String, serde_json::Value>,
     pub metric: Metric,
     pub verdict: Verdict,
-    /// Medians over the runs; `None` when the row cannot be compared.
+    /// Geometric means over the runs, of which the change is the ratio; `None` when the row cannot be compared.
     pub base: Option<f64>,
     pub new: Option<f64>,
     /// Relative change of the figure itself, with its 99 % interval.
@@ -166,16 +169,11 @@ pub fn compare(base: &[Source], new: &[Source], options: &Options) -> Report {
 /// Judges every pair; appends rows, and what is wrong.
 fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
     let telling = pair::telling(pairs);
-    let mut warned: HashSet<String> = report.warnings.iter().cloned().collect();
+    report.warnings.extend(warn::warnings(pairs, &telling));
     let mut reasoned: HashSet<String> = report.reasons.iter().cloned().collect();
     for pair in pairs {
         let label = pair.key.label(&telling);
         let unlike = alike(pair, options, report);
-        for warning in warnings(pair, &label) {
-            if warned.insert(warning.clone()) {
-                report.warnings.push(warning);
-            }
-        }
         for metric in metric::of_gates(&options.gates).into_iter().filter(|m| m.applies(&pair.key)) {
             let row = row(pair, &label, metric, &unlike, options);
             match row {
@@ -207,19 +205,20 @@ fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
     }
 }
 
-/// Fields of a pair that differ without leave; all differences are put into the report.
+/// Fields of a pair that differ, or are not told, without leave; all such fields are put into the report.
 fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
     let (base, new) = (pair.base.records(), pair.new.records());
-    let mut names = Vec::new();
-    for field in keys::ALIKE.into_iter().chain([keys::CLOCK]) {
-        let Some(unlike) = keys::unlike(&base, &new, field) else { continue };
-        let allowed = options.allow_unlike.iter().any(|f| f == field);
+    let mut names: Vec<String> = pair.untold.iter().map(|name| (*name).to_owned()).collect();
+    for field in &keys::ALIKE {
+        let cell = |row| field.cell(row).map(str::to_owned).map_err(str::to_owned);
+        let Some(unlike) = field.unlike(&base, &new, &cell) else { continue };
+        let allowed = options.allow_unlike.iter().any(|f| f == field.name);
         let list = if allowed { &mut report.unlike_allowed } else { &mut report.unlike };
         if !list.contains(&unlike) {
             list.push(unlike);
         }
         if !allowed {
-            names.push(field.to_owned());
+            names.push(field.name.to_owned());
         }
     }
     let known = SCHEMA_VERSION.to_string();
@@ -239,50 +238,6 @@ fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
         }
     }
     names
-}
-
-/// Share of long steps above which a run counts as disturbed: the column's own meaning.
-const DISTURBED: f64 = 0.05;
-
-/// What may explain a change, or weakens it.
-fn warnings(pair: &Pair, label: &str) -> Vec<String> {
-    let (base, new) = (pair.base.records(), pair.new.records());
-    let mut warnings = Vec::new();
-    let mut add = |text: String| warnings.push(text);
-    for column in WORTH_A_WARNING {
-        if let Some(u) = keys::unlike(&base, &new, column) {
-            add(format!("{column} differs: {} in base, {} in new", u.base, u.new));
-        }
-    }
-    for record in base.iter().chain(&new) {
-        let throttled = record.cell("throttle_reasons");
-        if !throttled.is_empty() && throttled != "none" {
-            add(format!("{}: clocks were held back: {throttled}", record.place()));
-        }
-        if record.cell("disturbed_fraction").parse::<f64>().is_ok_and(|share| share > DISTURBED) {
-            add(format!("{}: its step times look disturbed by something else on the GPU", record.place()));
-        }
-        if record.cell("other_processes_max").parse::<u64>().is_ok_and(|n| n > 0) {
-            add(format!("{}: other processes computed on the GPU", record.place()));
-        }
-        if record.cell("repetition").parse::<u64>().is_ok_and(|n| n > 1) {
-            add(format!(
-                "{label}: repetitions in one process count as runs: their spread lacks what processes differ by"
-            ));
-        }
-        if record.cell("device") == "cpu" {
-            add(format!("{label}: device cpu: its times say nothing about a GPU"));
-        }
-    }
-    for (side, runs) in [("base", &pair.base), ("new", &pair.new)] {
-        if !runs.failed.is_empty() {
-            add(format!(
-                "{label}: {} of its runs failed in {side}; the others are compared",
-                runs.failed.len()
-            ));
-        }
-    }
-    warnings
 }
 
 /// A row with figures, or why there are none.
@@ -318,11 +273,14 @@ fn row(
     (row.change, row.change_ci99_low, row.change_ci99_high) =
         (Some(metric.relative_value(change.log.value)), Some(low), Some(high));
     if change.basis == judge::Basis::OneRun {
+        let Scatter { one_run_half_width, one_run_least, .. } = metric.scatter();
+        let (down, up) = metric.relative(Interval { value: 0.0, low: -one_run_least, high: one_run_least });
         row.notes.push(format!(
             "one run a side: the spread between runs is not known, the interval is widened by +-{:.1} % and no change \
-             under {:.0} % is called one",
-            metric.scatter().one_run_half_width * 100.0,
-            change.least.exp_m1() * 100.0
+             between {:.1} and {:+.1} % is called one; both are wider where the runs' own intervals are wide",
+            one_run_half_width * 100.0,
+            down * 100.0,
+            up * 100.0
         ));
     } else if base.len() == 1 || new.len() == 1 {
         row.notes.push("one run on one side: the other side's spread is used for both".into());

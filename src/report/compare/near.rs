@@ -1,7 +1,7 @@
 //! What the other side has in place of a configuration that it lacks. Cells are compared as numbers, so that thousands
 //! of configurations are looked through for thousands of others within a second.
 
-use super::keys::{KEY, Key};
+use super::keys::{EMPTY, KEY, Key};
 use std::collections::HashMap;
 
 /// More differences than this make another configuration, not a near miss.
@@ -53,7 +53,10 @@ impl<'a> Side<'a> {
         match near.filter(|(_, differences)| *differences <= NEAR) {
             Some((at, _)) => {
                 let differences = key.differences(&self.keys[at]);
-                let each = differences.iter().map(|(name, a, b)| format!("{name} ({a:?} here, {b:?} there)"));
+                let shown = |cell: &str| if cell.is_empty() { EMPTY.to_owned() } else { format!("{cell:?}") };
+                let each = differences
+                    .iter()
+                    .map(|(name, a, b)| format!("{name} ({} here, {} there)", shown(a), shown(b)));
                 format!("the nearest row there differs in {}", each.collect::<Vec<_>>().join(", "))
             }
             None => "no row there is like it".into(),

@@ -1,9 +1,10 @@
 //! Pairs rows by configuration key, and gathers the runs of each side.
 
-use super::keys::{KEY, Key, WORKLOAD};
+use super::keys::{self, ALIKE, Field, KEY, Key, WORKLOAD};
 use super::near::Side;
 use super::read::Record;
 use super::{Missing, Options, Report, workload};
+use crate::keys::short;
 use rayon::prelude::*;
 use std::collections::{HashMap, HashSet};
 
@@ -39,12 +40,15 @@ pub struct Pair<'a> {
     pub key: Key,
     pub base: Runs<'a>,
     pub new: Runs<'a>,
+    /// Fields of the key that a row of the pair does not tell; none that may be unlike.
+    pub untold: Vec<&'static str>,
 }
 
 /// Columns that tell the rows of one run apart beside its id; a file may lack them.
 const REPEAT: &str = "repetition";
 
-/// Pairs in the order of the baseline. What a side lacks, doubled rows and unread commands go into the report.
+/// Pairs in the order of the baseline. What a side lacks, doubled rows and fields of the key that rows do not tell go into
+/// the report.
 pub fn pair<'a>(
     base: &'a [Record],
     new: &'a [Record],
@@ -57,10 +61,11 @@ pub fn pair<'a>(
         lines.into_par_iter().map(|command| (command, workload::settings(command))).collect();
     let base = side(base, "base", options, &commands, report);
     let new = side(new, "new", options, &commands, report);
-    if commands.iter().any(|(command, read)| !command.is_empty() && read.is_none()) {
-        let text = "commands that are not of this mbperf: settings without a column were not compared";
-        report.warnings.push(text.into());
-    }
+    let all = |side: &[(Key, Runs<'a>)]| side.iter().flat_map(|(_, runs)| runs.records()).collect::<Vec<_>>();
+    let (of_base, of_new) = (all(&base), all(&new));
+    let ignored = |field: &Field| options.allow_unlike.iter().any(|f| f == field.name);
+    let untold = |field: &Field| field.untold(&of_base, &of_new, &|row| cell(field, row, &commands));
+    report.unlike.extend(KEY.iter().filter(|f| !ignored(f)).filter_map(untold));
     let index: HashMap<Key, usize> = new.iter().enumerate().map(|(at, (k, _))| (k.clone(), at)).collect();
     let same_run = |(key, runs): &(Key, Runs)| {
         let ids: HashSet<&str> = runs.runs.iter().map(|(id, _)| *id).collect();
@@ -78,8 +83,24 @@ pub fn pair<'a>(
         let new = index.get(&key).and_then(|at| new[*at].take()).unwrap_or_default();
         lacking(&key, &base, &new, &sides, report);
         if !base.is_empty() && !new.is_empty() {
-            pairs.push(Pair { key, base, new });
+            let (b, n) = (base.records(), new.records());
+            let mut untold = Vec::new();
+            for field in &KEY {
+                let cell = |row: &'a Record| cell(field, row, &commands);
+                if !ignored(field) {
+                    untold.extend(field.untold(&b, &n, &cell).map(|_| field.name));
+                } else if let Some(unlike) = field.unlike(&b, &n, &cell)
+                    && !report.unlike_allowed.contains(&unlike)
+                {
+                    report.unlike_allowed.push(unlike);
+                }
+            }
+            pairs.push(Pair { key, base, new, untold });
         }
+    }
+    if pairs.is_empty() {
+        // Told at once, rather than one field after the other as the user allows them.
+        report.unlike.extend(ALIKE.iter().filter(|f| !ignored(f)).filter_map(untold));
     }
     for (key, runs) in new_keys.iter().zip(&new) {
         if let Some(runs) = runs {
@@ -105,6 +126,23 @@ fn lacking(key: &Key, base: &Runs, new: &Runs, [base_keys, new_keys]: &[Side; 2]
 }
 
 type Commands<'a> = HashMap<&'a str, Option<String>>;
+
+/// What a row holds of a field, [`WORKLOAD`] among them: see [`Field::cell`].
+fn cell(field: &Field, row: &Record, commands: &Commands) -> Result<String, String> {
+    if field.name != WORKLOAD {
+        return field.cell(row).map(str::to_owned).map_err(str::to_owned);
+    }
+    let command = match row.get("command") {
+        None => return Err(keys::ABSENT.into()),
+        Some(command) if command.trim().is_empty() => return Err(keys::EMPTY.into()),
+        Some(command) => command,
+    };
+    match commands.get(command) {
+        Some(Some(settings)) if settings.is_empty() => Ok("(no settings)".into()),
+        Some(Some(settings)) => Ok(settings.clone()),
+        _ => Err(format!("(a command that this mbperf cannot read: {})", short(command))),
+    }
+}
 
 fn side<'a>(
     records: &'a [Record],
@@ -158,5 +196,6 @@ fn side<'a>(
 
 /// Columns of the key in which pairs differ: a label names them.
 pub fn telling(pairs: &[Pair]) -> Vec<&'static str> {
-    KEY.into_iter().filter(|c| pairs.iter().any(|p| p.key.get(c) != pairs[0].key.get(c))).collect()
+    let tells = |column: &&str| pairs.iter().any(|p| p.key.get(column) != pairs[0].key.get(column));
+    KEY.iter().map(|f| f.name).filter(tells).collect()
 }

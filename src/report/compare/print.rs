@@ -57,11 +57,19 @@ fn figure(x: Option<f64>) -> String {
     )
 }
 
+/// A part of one in percent, with its sign; what rounds to nothing has none.
+fn percent(part: f64) -> String {
+    match format!("{:+.1}", part * 100.0).as_str() {
+        "+0.0" | "-0.0" => "0.0".into(),
+        text => text.to_owned(),
+    }
+}
+
 /// `-4.8 % [-7.6, -1.9]`: the change and its interval.
 fn change(row: &Row) -> String {
     match (row.change, row.change_ci99_low, row.change_ci99_high) {
         (Some(change), Some(low), Some(high)) => {
-            format!("{:+.1} % [{:+.1}, {:+.1}]", change * 100.0, low * 100.0, high * 100.0)
+            format!("{} % [{}, {}]", percent(change), percent(low), percent(high))
         }
         _ => "-".into(),
     }
@@ -168,4 +176,25 @@ pub fn markdown(report: &Report) -> String {
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::percent;
+
+    #[test]
+    fn nothing_has_no_sign() {
+        for (part, text) in [
+            (0.0, "0.0"),
+            (-0.0, "0.0"),
+            (-0.0004, "0.0"),
+            (0.0004, "0.0"),
+            (-0.0006, "-0.1"),
+            (0.0006, "+0.1"),
+            (-0.05, "-5.0"),
+            (0.1, "+10.0"),
+        ] {
+            assert_eq!(percent(part), text, "{part}");
+        }
+    }
 }

@@ -1,9 +1,8 @@
 //! Settings of a command line that change the work of a step and have no column of their own: read back from
 //! the column `command`, so that a `--hidden_size` on one side is no regression of the other.
 
-use crate::args::{self, Args, Command, OptimizerChoice, Staging, defaults};
-use crate::config::{ExpertGemm, Routing};
-use crate::ops::collective::held::CommModel;
+use super::roles::{ROLES, Role};
+use crate::args::{self, Args, Command};
 use std::collections::BTreeMap;
 
 /// The settings in one canonical text; empty when there are none. `None`: no command line of a run.
@@ -21,49 +20,21 @@ pub fn settings(command: &str) -> Option<String> {
 /// Keys whose values are in columns of their own.
 const IN_COLUMNS: [&str; 3] = ["model.cuda_graph_impl", "model.cuda_graph_scope", "rng.seed"];
 
+/// A `key=value` setting under the key's own name, whichever was typed.
+pub fn setting(text: &str) -> Option<(&str, &str)> {
+    let (key, value) = text.split_once('=')?;
+    Some((crate::keys::find(key).map_or(key, |k| k.name), value))
+}
+
 fn of(args: &Args) -> String {
-    let (general, parallel, performance, own) =
-        (&args.general, &args.parallelism, &args.performance, &args.mbperf);
-    let mut settings = BTreeMap::new();
-    let mut add = |name: &str, value: Option<String>| {
-        if let Some(value) = value {
-            settings.insert(name.to_owned(), value);
-        }
-    };
-    fn text<T: std::fmt::Debug>(value: &Option<T>) -> Option<String> {
-        value.as_ref().map(|v| format!("{v:?}"))
-    }
-    add("--hidden_size", text(&general.hidden_size));
-    add("--num_moe_experts", text(&general.num_moe_experts));
-    add("--first_k_dense_replace", text(&general.first_k_dense_replace));
-    add("--pipeline_model_parallel_layout", text(&general.pipeline_model_parallel_layout));
-    add("--vocab_size", text(&args.data.vocab_size));
-    add("--virtual_pipeline_model_parallel_size", text(&parallel.virtual_pipeline_model_parallel_size));
-    add("--expert_tensor_parallel_size", text(&parallel.expert_tensor_parallel_size));
-    add("--optimizer_type", text(&performance.optimizer_type));
-    add("--use_tokendrop", text(&performance.use_tokendrop));
-    add("--moe_a2a_overlap", text(&performance.moe_a2a_overlap));
-    add("--recompute_num_layers", text(&performance.recompute_num_layers));
-    add("--recompute_modules", text(&performance.recompute_modules));
-    add("--activation_offload_layers", text(&performance.activation_offload_layers));
-    add("--moe_flex_dispatcher_backend", text(&performance.moe_flex_dispatcher_backend));
-    add("--grad_dtype", text(&own.grad_dtype));
-    // Given or left out, a default is the same.
-    add("--moe_routing", (own.moe_routing != Routing::Recipe).then(|| format!("{:?}", own.moe_routing)));
-    add(
-        "--moe_row_bound",
-        (own.moe_row_bound != defaults::MOE_ROW_BOUND).then(|| own.moe_row_bound.to_string()),
-    );
-    add("--expert_gemm", (own.expert_gemm != ExpertGemm::Grouped).then(|| format!("{:?}", own.expert_gemm)));
-    add("--graph_staging", (own.graph_staging != Staging::Auto).then(|| format!("{:?}", own.graph_staging)));
-    add("--optimizer", (own.optimizer != OptimizerChoice::Adam).then(|| format!("{:?}", own.optimizer)));
-    add("--comm_model", (own.comm_model != CommModel::Copy).then(|| own.comm_model.to_string()));
-    add("--full_size", own.full_size.then(|| "true".into()));
+    let options = ROLES.iter().filter_map(|(name, role)| match role {
+        Role::Workload(text) => Some((format!("--{name}"), text(args)?)),
+        Role::Key(_) | Role::Alike(_) | Role::Same => None,
+    });
     // The last of a repeated key is in force.
-    let given = args.overrides.iter().filter_map(|o| o.split_once('='));
-    for (key, value) in given.filter(|(key, _)| !IN_COLUMNS.contains(key)) {
-        add(key, Some(value.into()));
-    }
+    let given = args.overrides.iter().filter_map(|o| setting(o));
+    let given = given.filter(|(key, _)| !IN_COLUMNS.contains(key)).map(|(k, v)| (k.to_owned(), v.to_owned()));
+    let settings: BTreeMap<String, String> = options.chain(given).collect();
     settings.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ")
 }
 
@@ -110,6 +81,7 @@ mod tests {
             "-tp 1",
             "--margin 0.02",
             "model.cuda_graph_scope=[]",
+            "model.cuda_graph_modules=[]",
         ] {
             assert_eq!(settings(&format!("{RUN} {same}")).unwrap(), plain, "{same}");
         }
@@ -118,6 +90,8 @@ mod tests {
         {
             assert_ne!(settings(&format!("{RUN} {other}")).unwrap(), plain, "{other}");
         }
+        let repeated = settings(&format!("{RUN} model.num_layers=2 model.num_layers=4")).unwrap();
+        assert_eq!(repeated, settings(&format!("{RUN} model.num_layers=4")).unwrap());
         assert_eq!(settings("mbperf rules"), None);
         assert_eq!(settings("python run_script.py"), None);
     }
