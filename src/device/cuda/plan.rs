@@ -9,7 +9,7 @@ use cudarc::cublaslt::sys;
 use std::ffi::c_void;
 use std::rc::Rc;
 
-/// Algorithms asked of the library's heuristic, best guess first: more than it has for one product (8 in cuBLASLt 13.1). How many are
+/// Algorithms asked of the library's heuristic, best guess first: more than it often has for one product. How many are
 /// timed is the tuner's affair.
 const CANDIDATES: usize = 32;
 
@@ -177,29 +177,13 @@ impl Plan {
         self.handle.as_ref().map(|h| h.0).ok_or_else(none)
     }
 
-    /// The heuristic's algorithms that are legal here, best guess first; behind them those that it knows for a product
-    /// without a workspace, which its first list mostly leaves out (cuBLASLt 13.1).
+    /// The heuristic's algorithms that are legal here, best guess first.
     pub fn candidates(&self, key: &PlanKey) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DeviceError> {
-        let mut all = self.candidates_within(key, Matmuls::WORKSPACE_BYTES)?;
-        // There may be none.
-        for algo in self.candidates_within(key, 0).unwrap_or_default() {
-            if !all.contains(&algo) {
-                all.push(algo);
-            }
-        }
-        Ok(all)
-    }
-
-    /// The heuristic's algorithms that need no more than `workspace_bytes`.
-    fn candidates_within(
-        &self,
-        key: &PlanKey,
-        workspace_bytes: usize,
-    ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DeviceError> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         let handle = self.raw_handle()?;
         let preference = PreferenceHandle::new()?;
-        preference.set_u64(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes as u64)?;
+        preference
+            .set_u64(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, Matmuls::WORKSPACE_BYTES as u64)?;
         preference.set_u32(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, REDUCTION_SCHEMES)?;
         // The library's A is our B.
         let [a, b, c, d] = key.alignment;
@@ -229,7 +213,8 @@ impl Plan {
             .iter()
             .take(count.max(0) as usize)
             .filter(|r| {
-                r.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && r.workspaceSize <= workspace_bytes
+                r.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
+                    && r.workspaceSize <= Matmuls::WORKSPACE_BYTES
             })
             .map(|r| r.algo)
             .collect();
