@@ -238,7 +238,8 @@ mod tests {
     /// The page tells the constants as they are.
     #[test]
     fn the_docs_tell_the_widening_of_one_run() {
-        let page = include_str!("../../../docs/ci.md").replace('\n', " ").replace("  ", " ");
+        let words: Vec<&str> = include_str!("../../../docs/ci.md").split_whitespace().collect();
+        let page = words.join(" ");
         for (scatter, of) in [(Scatter::TIMING, "3 %"), (Scatter::MEMORY, "0.2 % for memory")] {
             let width = crate::report::columns::number(scatter.one_run_half_width * 100.0);
             assert!(of.starts_with(&format!("{width} %")) && page.contains(of), "{width}");
