@@ -1,0 +1,66 @@
+//! What the card and its neighbours do, and what is told of it.
+
+use super::*;
+
+#[test]
+fn drift_is_reported_and_does_not_decide() {
+    // 1 % a second, over both arms: the ratio holds, the steady state does not.
+    let noise = Noise::seeded(3).white(0.001).drift_per_s(0.01);
+    let script = FakeExecutor::script().eager(Times::new(10.0)).graph(Times::new(10.0)).noise(noise);
+    let outcome = measure_script(script, &Options { max_time_s: 20.0, ..Options::default() });
+    assert_eq!(outcome.verdict, Some(Verdict::Equivalent));
+    assert!((outcome.speedup.unwrap() - 1.0).abs() < 0.001);
+    assert_eq!(outcome.arms[0].steady.reached, Some(false));
+    assert!(!outcome.disturbances().is_empty());
+}
+
+#[test]
+fn neighbours_and_throttling_are_told() {
+    let health = Health {
+        sm_clock_mhz: Some(1500.0),
+        throttle_reasons: Some("sw_power_cap".into()),
+        other_processes: Some(1),
+        ..Health::default()
+    };
+    let outcome = measure_script(FakeExecutor::script().health(health), &quick());
+    assert_eq!(outcome.arms[0].health.sm_clock_mhz_median, Some(1500.0));
+    assert_eq!(outcome.arms[0].health.throttle_reasons.as_deref(), Some("sw_power_cap"));
+    assert!(outcome.notices.iter().any(|n| n.contains("sw_power_cap")));
+    assert!(outcome.disturbances().iter().any(|n| n.contains("other process")));
+    assert!((outcome.speedup_cycles.unwrap() - outcome.speedup.unwrap()).abs() < 1e-12);
+}
+
+#[test]
+fn a_neighbour_shows_in_the_times() {
+    // Stretches of steps take half as long again, in both arms: the ratio holds, the machine is not ours.
+    let noise = |seed| Noise::seeded(seed).white(0.001).modes(0.4, 0.2);
+    let outcome = measure_script(FakeExecutor::script().noise(noise(4)), &quick());
+    let share = outcome.arms[0].disturbed_fraction.unwrap();
+    assert!(share > 0.05, "{share}");
+    assert!(outcome.notices.iter().any(|n| n.contains("something else used this GPU")));
+    assert!(outcome.disturbances().iter().any(|n| n.contains("something else used the GPU")));
+    let quiet = measure_script(FakeExecutor::script().noise(Noise::seeded(4).white(0.005)), &quick());
+    assert_eq!(quiet.arms[0].disturbed_fraction, Some(0.0));
+}
+
+#[test]
+fn without_samplers_nothing_is_read() {
+    let health = Health { sm_clock_mhz: Some(1500.0), ..Health::default() };
+    let script = FakeExecutor::script().health(health);
+    let outcome = measure_script(script, &Options { samplers: options::Samplers::Off, ..quick() });
+    assert_eq!(outcome.arms[0].health.sm_clock_mhz_median, None);
+}
+
+#[test]
+fn the_card_is_read_after_every_second_pair_if_so_asked() {
+    let health = Health { sm_clock_mhz: Some(1500.0), ..Health::default() };
+    let options = Options { samplers: options::Samplers::EverySecondPair, ..quick() };
+    let outcome = measure_script(FakeExecutor::script().health(health), &options);
+    let read: Vec<bool> = outcome
+        .blocks
+        .iter()
+        .filter(|b| b.pacing == Pacing::RunAhead)
+        .map(|b| b.health.sm_clock_mhz.is_some())
+        .collect();
+    assert!(read.len() >= 30 && read.chunks_exact(4).all(|c| c[0] == c[1] && c[2] == c[3] && c[0] != c[2]));
+}
