@@ -254,12 +254,19 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// What `--strict` refuses: unsteady times, neighbours, throttling.
+    /// What `--strict` refuses: times that are unsteady or too few to tell, neighbours, throttling, no verdict.
     pub fn disturbances(&self) -> Vec<String> {
         let mut found = Vec::new();
         for arm in &self.arms {
             if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {
                 found.push(format!("{} arm not steady: {reason}", arm.arm));
+            }
+            if let (None, Some(reason)) = (arm.steady.reached, &arm.steady.reason) {
+                let more = match self.stopped {
+                    Some(Stopped::MaxSteps) => "raise -ms, or leave it out",
+                    _ => "raise --max_time",
+                };
+                found.push(format!("{} arm not known to be steady: {reason}; {more}", arm.arm));
             }
             if let Some(share) = arm.disturbed_fraction.filter(|s| *s > MAX_DISTURBED) {
                 found.push(format!(

@@ -15,6 +15,34 @@ fn drift_is_reported_and_does_not_decide() {
 }
 
 #[test]
+fn a_steady_state_that_was_not_looked_for_is_no_steady_state() {
+    let alone = |options: Options| {
+        let script = FakeExecutor::script().eager(Times::new(400.0));
+        measure_script(script, &Options { graph: false, longest_time_s: None, ..options })
+    };
+    // One arm, whose verdict would say nothing of it.
+    for (short, remedy, enough) in [
+        (
+            Options { max_time_s: 2.0, ..Options::default() },
+            "raise --max_time",
+            Options { max_time_s: 20.0, ..Options::default() },
+        ),
+        (
+            Options { max_steps: Some(10), ..Options::default() },
+            "raise -ms, or leave it out",
+            Options { max_steps: Some(50), ..Options::default() },
+        ),
+    ] {
+        let outcome = alone(short);
+        assert_eq!((outcome.status.exit_code(), outcome.arms[0].steady.reached), (0, None));
+        let found = outcome.disturbances();
+        assert!(found.len() == 1 && found[0].contains("too few to see a trend in"), "{found:?}");
+        assert!(found[0].ends_with(remedy), "{found:?}");
+        assert_eq!(alone(enough).disturbances(), Vec::<String>::new());
+    }
+}
+
+#[test]
 fn neighbours_and_throttling_are_told() {
     let health = Health {
         sm_clock_mhz: Some(1500.0),
