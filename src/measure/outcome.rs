@@ -296,9 +296,9 @@ const POWER_CAP: &str = "sw_power_cap";
 
 /// A step this much longer than its arm's 5th percentile did not run alone: the clock of an H200 at its power cap, alone,
 /// makes steps up to 20 % longer (measured), one that shares the GPU takes half as long again at least.
-pub(super) const FAR_LONGER: f64 = 1.25;
+pub(crate) const FAR_LONGER: f64 = 1.25;
 /// More such steps than this are no hiccup: the machine is shared.
-pub(super) const MAX_DISTURBED: f64 = 0.05;
+pub(crate) const MAX_DISTURBED: f64 = 0.05;
 
 /// Folds the health of one side's blocks.
 pub(super) fn summarise_health<'a>(blocks: impl Iterator<Item = &'a Health>) -> HealthSummary {
