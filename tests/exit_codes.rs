@@ -176,6 +176,11 @@ fn variants_are_listed() {
     assert_eq!(output.status.code(), Some(0));
     let listed = text(&output.stdout);
     assert!(listed.lines().any(|l| l.starts_with("dev ")) && listed.contains("(none"), "{listed}");
+    // What `-c` cannot ask for.
+    let delayed = "qwen3_30b_a3b_pretrain_16gpu_h100_fp8ds_config";
+    assert!(listed.lines().any(|l| l.starts_with("fp8_ds ") && l.ends_with(delayed)), "{listed}");
+    let other = run(dir.path(), "-m qwen -mr qwen3_30b_a3b -g b200 --list_config_variants");
+    assert!(!text(&other.stdout).contains("fp8_ds"), "{}", text(&other.stdout));
     assert!(names(dir.path()).is_empty());
 }
 
