@@ -51,6 +51,8 @@ fn other_commands() {
         ("", "--model_family_name"),
         ("recipes show zz", "recipes list"),
         ("recipes list --format csv", "json"),
+        ("recipes list nothing_like_it", "nothing_like_it"),
+        ("recipes list nothing_like_it --format json", "nothing_like_it"),
         ("recipes list --recipes_dir /nonexistent", "/nonexistent"),
         ("-m lama -mr llama3_8b -g h100", "llama"),
         ("-m llama -mr llama3_9b -g h100", "llama3_8b"),
