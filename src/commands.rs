@@ -6,6 +6,7 @@ use crate::capture::CaptureError;
 use crate::device::DeviceError;
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::keys::short;
 use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, ShowError, print_list, print_show};
 use crate::report::{OutputError, file};
@@ -212,7 +213,15 @@ pub fn recipes(command: &RecipesCommand, out: &mut dyn Write) -> anyhow::Result<
                 return Err(Usage("recipes list has no CSV form; use --format text or json".into()).into());
             }
             let catalogue = Catalogue::load(recipes_dir.as_deref())?;
-            print_list(&catalogue, filter.as_deref(), *format == Format::Json, out)?;
+            if !print_list(&catalogue, filter.as_deref(), *format == Format::Json, out)? {
+                let asked = short(filter.as_deref().unwrap_or_default());
+                return Err(Usage(format!(
+                    "no recipe has `{asked}` in its family, name, GPU, dtype, task or variant; `mbperf recipes list` \
+                     prints all {}",
+                    catalogue.recipes().len()
+                ))
+                .into());
+            }
         }
         RecipesCommand::Show { name, recipes_dir } => {
             let catalogue = Catalogue::load(recipes_dir.as_deref())?;

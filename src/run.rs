@@ -4,27 +4,24 @@ use crate::args::{Args, DeviceChoice, Format};
 use crate::capture::{self, RunPlan};
 use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::RunConfig;
+use crate::device::DeviceError;
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::inject::{Inject, Kind};
-use crate::device::{DeviceError, DeviceInfo, Executor};
 use crate::host_model::HostModel;
 use crate::measure::outcome::FinalCheck;
-use crate::measure::{self, Hooks, Options, Status};
+use crate::measure::{self, Options, Status};
 use crate::ops::collective::held::{CommModel, hold};
 use crate::overrides::{self, Resolved};
 use crate::profile::Profile;
 use crate::program::Program;
 use crate::ranks::launch::Start;
 use crate::recipe::Catalogue;
-use crate::report::xlsx::Book;
-use crate::report::{Row, RunFacts, Terminal, Writer, file, run_id, summary};
+use crate::report::{Row, RunFacts, Writer, file, summary};
 use crate::workloads::{self, share::RankShare, shrink};
 use crate::{dump, report_files, sweep};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 
 mod asked;
 mod beside;
@@ -32,6 +29,7 @@ mod facts;
 pub(crate) mod files;
 mod in_turn;
 mod interrupt;
+mod one;
 mod open;
 mod profile;
 mod ranks;
@@ -41,9 +39,8 @@ mod tally;
 mod threads;
 
 use asked::{dry_run, list_variants};
-use beside::{extrapolation, side_points, watchdog};
-use facts::{add_device, facts, run_line};
 use interrupt::Interrupt;
+use one::one;
 use open::{check_spin, choose_device, faults, open_device};
 use settings::{given, options, target};
 
@@ -117,206 +114,6 @@ fn follow(args: &Args, start: Option<Start>) -> anyhow::Result<u8> {
         shrink::shrink(&mut resolved.config, given(args));
     }
     ranks::serve(&resolved.config, args, &start, on_gpu, &alone)
-}
-
-/// One configuration: both of its arms, their rows.
-fn one(
-    mut resolved: Resolved,
-    args: &Args,
-    interrupt: &Interrupt,
-    book: Option<&Arc<Mutex<Book>>>,
-    start: Option<&Start>,
-) -> anyhow::Result<u8> {
-    interrupt.planning();
-    let effective = resolved.config.clone();
-    let faults = faults(args)?.filter(|_| start.is_none_or(|s| ranks::struck(s.rank)));
-    let host_model = HostModel::load(&args.mbperf.host_model)?;
-    let on_gpu = choose_device(args)?;
-    check_spin(args, on_gpu)?;
-    if !on_gpu && !args.mbperf.full_size {
-        let change = shrink::shrink(&mut resolved.config, given(args));
-        say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));
-    }
-    let mut options = options(&resolved, args, on_gpu);
-    options.check().map_err(|e| usage(&e))?;
-    let plan = plan(&resolved.config, args.mbperf.dump.is_some(), args.mbperf.comm_model)?;
-    if !on_gpu {
-        threads::check()?;
-    }
-    let target = target(&resolved, args);
-    let _running = interrupt.running();
-    let mut writer = Writer::open_in(&target, args.mbperf.csv_dialect)?;
-    book.into_iter().for_each(|b| writer.keep(b.clone()));
-    profile::prepare(args, &mut writer)?;
-    interrupt.opened(&writer);
-    if let Some(dir) = &args.mbperf.dump {
-        dump::check(dir).map_err(|e| usage(&format!("{e:#}; choose another folder for --dump")))?;
-    }
-    save_config(&effective, args)?;
-    let mut terminal = Terminal::new(args.mbperf.quiet);
-    let mut facts = facts(&resolved, &plan, args);
-    // Before anything runs: what was understood (rules file, section 2).
-    let tracker = if facts.te_rng_tracker { "on" } else { "off" };
-    let graphs = &facts.cuda_graph_impl;
-    say(
-        args,
-        &format!("graphs: {graphs}, layers captured: {}; RNG tracker {tracker}", facts.captured_layers),
-    );
-    facts.device = if on_gpu { "cuda" } else { "cpu" }.into();
-    if start.is_some() {
-        let wire = if on_gpu { "nccl" } else { "tcp" };
-        facts.comm = if facts.comm == "none" { wire.into() } else { format!("{wire}+stand_in") };
-    }
-    if let Some(model) = &host_model {
-        let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
-        options.host_costs = Some(costs);
-        facts.host_model = model.name.clone();
-        facts.host_model_other_fraction =
-            Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
-    }
-    let held = if args.mbperf.resume { held(args, &facts, &options, &writer)? } else { 0 };
-    if held >= args.mbperf.repeat {
-        return Ok(0);
-    }
-    let fault = faults.clone();
-    let told = Arc::new(Mutex::new(facts.clone()));
-    let beat = watchdog(args, told.clone(), options.clone(), target.clone(), start.is_some())?;
-    let mut leader = None;
-    if let Some(start) = start {
-        writer.expect_ranks(start.size)?;
-        let abandon = ranks::abandon(args, told.clone(), options.clone(), target);
-        match ranks::gather(args, &resolved.config, start, on_gpu, interrupt.flag(), abandon) {
-            Ok(found) => leader = Some(found),
-            Err(_) if interrupt.flag().load(Ordering::Relaxed) => {
-                complain("interrupted; finished rows stay");
-                return Ok(Status::Interrupted.exit_code());
-            }
-            Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
-        }
-        say(args, &ranks::said(start, &resolved.config, on_gpu));
-    }
-    let extrapolated =
-        match side_points(&resolved, args, on_gpu, &options, &beat, interrupt.flag(), &mut terminal) {
-            Ok(points) => points,
-            Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
-        };
-    let mut executor = match open_device(&plan, args, on_gpu, faults, beat.clone()) {
-        Ok(executor) => Ok(executor),
-        Err(error) if in_turn::worth_a_try(args, &plan, &error) => Err(error),
-        Err(error) => return failed_before_steps(&facts, &options, &mut writer, error),
-    };
-    if let Ok(executor) = &mut executor {
-        let info = executor.info();
-        info.notices.iter().for_each(|n| say(args, n));
-        add_device(&mut facts, &info);
-        if let Some(dir) = &args.mbperf.dump {
-            dump::dump(dir, &resolved.config, &plan.eager.program, executor)?;
-        }
-    }
-    let mut code = 0;
-    let mut outcomes = Vec::new();
-    for repetition in held + 1..=args.mbperf.repeat {
-        if repetition > held + 1 {
-            facts.run_id = run_id::new();
-            facts.started_at = run_id::utc_now();
-        }
-        facts.repetition = repetition as usize;
-        let over_before = fault.as_ref().is_some_and(Inject::happened);
-        if let Ok(mut told) = told.lock() {
-            told.clone_from(&facts);
-        }
-        // A profiler is heard by every later launch of the process.
-        let last = !args.mbperf.no_profile && repetition == args.mbperf.repeat;
-        options.busy = on_gpu && !args.mbperf.no_samplers && last;
-        options.profile = args.mbperf.profile && last;
-        let mut outcome = None;
-        if let Ok(executor) = &mut executor {
-            writer.begin_run(&facts.run_id, &run_line(&resolved, &executor.info(), &facts))?;
-            let hooks = Hooks { interrupt: interrupt.flag(), progress: &mut terminal, sink: &mut writer };
-            outcome = Some(measure::run(executor, &options, hooks));
-            if let Some(found) = tally::read(&plan.eager.program, executor) {
-                facts.tokens_routed = Some(found.routed);
-                (facts.tokens_dropped, facts.tokens_padded) = (Some(found.dropped), Some(found.padded));
-            }
-        }
-        if outcome.as_ref().is_none_or(|o| in_turn::failed_so(args, &plan, o)) {
-            say(args, "the arms do not fit in memory together: each is tried alone");
-            // Both go before one is opened anew; what was run so far keeps its own id.
-            if let Ok(both) =
-                std::mem::replace(&mut executor, Err(DeviceError::internal("no device is open")))
-            {
-                drop(both);
-                facts.run_id = run_id::new();
-            }
-            writer.begin_run(&facts.run_id, &run_line(&resolved, &DeviceInfo::default(), &facts))?;
-            let hooks = Hooks { interrupt: interrupt.flag(), progress: &mut terminal, sink: &mut writer };
-            if let Some((found, info)) = in_turn::measure(args, &plan, on_gpu, &beat, &options, hooks) {
-                add_device(&mut facts, &info);
-                outcome = Some(found);
-            }
-        }
-        let outcome = match (outcome, &mut executor) {
-            (Some(outcome), _) => outcome,
-            (None, Err(error)) => {
-                let error = std::mem::replace(error, DeviceError::internal("told already"));
-                return failed_before_steps(&facts, &options, &mut writer, error);
-            }
-            (None, Ok(_)) => return Err(DeviceError::internal("a run without an outcome").into()),
-        };
-        facts.extrapolation =
-            extrapolated.as_deref().map(|points| extrapolation(&resolved, points, &outcome));
-        let reason = match &outcome.status {
-            Status::Failed(failure) => failure.to_string(),
-            Status::Ok | Status::Interrupted => String::new(),
-        };
-        let rows = match outcome.status {
-            // Timed in turn, and it failed before the second arm.
-            Status::Failed(_) if outcome.in_turn && outcome.arms.len() < options.sides().len() => {
-                Row::without_outcome(&facts, &options, "failed", &reason)
-            }
-            _ => Row::of_outcome(&facts, &outcome, &reason),
-        };
-        writer.rows(&rows)?;
-        writer.blocks(&outcome.blocks)?;
-        let profiles = profile::profiles(&plan, &outcome);
-        let own = conclude(args, &rows, &profiles, &outcome, &reason, &writer)?;
-        code = if code == 0 { own } else { code };
-        let own = profile::conclude(args, &profiles, &outcome, &facts, &mut writer)?;
-        code = if code == 0 { own } else { code };
-        let interrupted = matches!(outcome.status, Status::Interrupted);
-        // Of the measurement that it happened in: later ones are sound.
-        if let Some(fault) = fault.as_ref().filter(|f| !over_before && f.happened()) {
-            say_unseen(fault, &outcome);
-        }
-        outcomes.push(outcome);
-        if interrupted {
-            break;
-        }
-    }
-    let unfinished = outcomes.iter().find(|o| !matches!(o.status, Status::Ok));
-    match (&leader, unfinished) {
-        (Some(leader), Some(outcome)) => {
-            leader.lead.give_up(outcome.status.exit_code());
-            // Its communicators would wait for ranks that are gone; the process ends soon.
-            std::mem::forget(executor);
-        }
-        (Some(leader), None) => {
-            leader.lead.done();
-            drop(executor);
-        }
-        (None, _) => drop(executor),
-    }
-    drop(leader);
-    if let Some(fault) = fault.filter(|f| !f.happened() && !outcomes.is_empty()) {
-        complain(&format!(
-            "--inject {fault} did not happen: the run ended before the phase {} came so far",
-            fault.phase
-        ));
-    }
-    if args.mbperf.repeat > 1 {
-        say(args, &summary::repetitions(&outcomes));
-    }
-    Ok(code)
 }
 
 /// What a command line asks for that no run can give, and files that it may not write; nothing is touched yet.
@@ -480,18 +277,4 @@ fn plan(cfg: &RunConfig, keep_routing: bool, comm: CommModel) -> anyhow::Result<
     }
     hold(&mut program, comm);
     Ok(capture::plan(program, &cfg.graph, cfg.seed)?)
-}
-
-/// A run that failed before its first step still leaves its rows.
-fn failed_before_steps(
-    facts: &RunFacts,
-    options: &Options,
-    writer: &mut Writer,
-    error: DeviceError,
-) -> anyhow::Result<u8> {
-    let reason = error.to_string();
-    if !matches!(error, DeviceError::Unavailable(_)) {
-        writer.rows(&Row::without_outcome(facts, options, "failed", &reason))?;
-    }
-    Err(error.into())
 }

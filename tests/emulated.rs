@@ -130,6 +130,24 @@ fn broken_kernels_are_found() {
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
     assert!(said(&out).contains("FAILED column_sum"), "{}", said(&out));
 
+    // A mask that no replay changes: both arms have it, so that only the check of random numbers can see it.
+    for (only, frozen) in [
+        ("attention dropout", "|step = words[WORD_STEP];|step = 0;|"),
+        ("hidden dropout", "|philox(quad, draw, words[WORD_STEP],|philox(quad, draw, 0u,|"),
+    ] {
+        let mut command = binary::command(Path::new("."), "selftest --small --only");
+        let out = command
+            .arg(format!("fresh random numbers: {only}"))
+            .env("LD_LIBRARY_PATH", libraries)
+            .env("XDG_CACHE_HOME", libraries.join("cache"))
+            .env("MBPERF_EMULATED_CACHE", libraries.join("kernels"))
+            .env("MBPERF_EMULATED_REPLACE", frozen)
+            .output()
+            .unwrap();
+        assert_eq!(out.status.code(), Some(1), "{only}: {}", said(&out));
+        assert!(said(&out).contains("the same bits with another random state"), "{only}: {}", said(&out));
+    }
+
     let bound = "|if (c < vectors) store8(dw_partial|store8(dw_partial|";
     let out = mbperf(libraries, "selftest --small --only rmsnorm_bwd", &[("MBPERF_EMULATED_REPLACE", bound)]);
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));

@@ -51,6 +51,8 @@ fn other_commands() {
         ("", "--model_family_name"),
         ("recipes show zz", "recipes list"),
         ("recipes list --format csv", "json"),
+        ("recipes list nothing_like_it", "nothing_like_it"),
+        ("recipes list nothing_like_it --format json", "nothing_like_it"),
         ("recipes list --recipes_dir /nonexistent", "/nonexistent"),
         ("-m lama -mr llama3_8b -g h100", "llama"),
         ("-m llama -mr llama3_9b -g h100", "llama3_8b"),
@@ -176,6 +178,11 @@ fn variants_are_listed() {
     assert_eq!(output.status.code(), Some(0));
     let listed = text(&output.stdout);
     assert!(listed.lines().any(|l| l.starts_with("dev ")) && listed.contains("(none"), "{listed}");
+    // What `-c` cannot ask for.
+    let delayed = "qwen3_30b_a3b_pretrain_16gpu_h100_fp8ds_config";
+    assert!(listed.lines().any(|l| l.starts_with("fp8_ds ") && l.ends_with(delayed)), "{listed}");
+    let other = run(dir.path(), "-m qwen -mr qwen3_30b_a3b -g b200 --list_config_variants");
+    assert!(!text(&other.stdout).contains("fp8_ds"), "{}", text(&other.stdout));
     assert!(names(dir.path()).is_empty());
 }
 

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::process::Output;
 
 const BASE: &str = "-m llama -mr llama3_8b -g h100 --device cpu --cuda_graph_scope attn --num_layers 2 \
-                    --hidden_size 64 -sl 32 --max_time 0.5 -q";
+                    --hidden_size 64 -sl 32 -q";
 
 fn mbperf(folder: &Path, line: &str) -> Output {
-    let words = BASE.split_whitespace().chain(line.split_whitespace());
+    let time = if line.contains("-ms ") { "" } else { "--max_time 0.5" };
+    let words = [BASE, time, line].into_iter().flat_map(str::split_whitespace);
     let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
     command.current_dir(folder).args(words).args(["-o", "rows.csv"]).output().unwrap()
 }
@@ -89,6 +90,20 @@ fn disturbed_runs_are_fine_and_refused_by_strict() {
     let out = mbperf(folder.path(), "--inject steady:throttled_clock --strict");
     assert_eq!(out.status.code(), Some(1));
     assert!(text(&out).contains("clocks were held back"), "{}", text(&out));
+}
+
+#[test]
+fn one_arm_of_too_few_blocks_is_refused_by_strict() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
+    let words = "-m llama -mr llama3_8b -g h100 --device cpu --cuda_graph_impl none --num_layers 2 \
+                 --hidden_size 64 -sl 32 -ms 3 --strict -q -o rows.csv";
+    let out = command.current_dir(folder.path()).args(words.split_whitespace()).output().unwrap();
+    assert_eq!(out.status.code(), Some(1), "{}", text(&out));
+    assert!(text(&out).contains("eager arm not known to be steady"), "{}", text(&out));
+    assert!(text(&out).contains("raise -ms, or leave it out"), "{}", text(&out));
+    // The row stays, and is no failure.
+    assert!(rows(folder.path()).iter().all(|r| r["status"] == "ok" && r["steady_reached"].is_empty()));
 }
 
 #[test]

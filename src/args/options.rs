@@ -449,7 +449,7 @@ pub struct Mbperf {
     /// Do not shrink the recipe on the CPU
     #[arg(long)]
     pub full_size: bool,
-    /// A run that is not fully trustworthy (undecided, unsteady, disturbed, fallen back to the CPU) exits 1
+    /// A run that is not fully trustworthy (undecided, unsteady or too short to tell, disturbed, fallen back to the CPU) exits 1
     #[arg(long)]
     pub strict: bool,
     /// Write weights, tokens, loss and gradients here as safetensors

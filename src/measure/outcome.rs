@@ -254,12 +254,19 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// What `--strict` refuses: unsteady times, neighbours, throttling.
+    /// What `--strict` refuses: times that are unsteady or too few to tell, neighbours, throttling, no verdict.
     pub fn disturbances(&self) -> Vec<String> {
         let mut found = Vec::new();
         for arm in &self.arms {
             if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {
                 found.push(format!("{} arm not steady: {reason}", arm.arm));
+            }
+            if let (None, Some(reason)) = (arm.steady.reached, &arm.steady.reason) {
+                let more = match self.stopped {
+                    Some(Stopped::MaxSteps) => "raise -ms, or leave it out",
+                    _ => "raise --max_time",
+                };
+                found.push(format!("{} arm not known to be steady: {reason}; {more}", arm.arm));
             }
             if let Some(share) = arm.disturbed_fraction.filter(|s| *s > MAX_DISTURBED) {
                 found.push(format!(
@@ -289,9 +296,9 @@ const POWER_CAP: &str = "sw_power_cap";
 
 /// A step this much longer than its arm's 5th percentile did not run alone: the clock of an H200 at its power cap, alone,
 /// makes steps up to 20 % longer (measured), one that shares the GPU takes half as long again at least.
-pub(super) const FAR_LONGER: f64 = 1.25;
+pub(crate) const FAR_LONGER: f64 = 1.25;
 /// More such steps than this are no hiccup: the machine is shared.
-pub(super) const MAX_DISTURBED: f64 = 0.05;
+pub(crate) const MAX_DISTURBED: f64 = 0.05;
 
 /// Folds the health of one side's blocks.
 pub(super) fn summarise_health<'a>(blocks: impl Iterator<Item = &'a Health>) -> HealthSummary {

@@ -12,7 +12,7 @@ use crate::keys::nearest;
 use crate::workloads::share::{RankShare, ShareInput};
 
 /// Writes one line per recipe whose name, family, GPU, dtype, task or variant contains `filter`.
-/// With `as_json`, a JSON array of objects.
+/// With `as_json`, a JSON array of objects. Where no recipe does, nothing is written and the answer is `false`.
 ///
 /// # Errors
 /// Only what the writer reports.
@@ -21,7 +21,7 @@ pub fn print_list(
     filter: Option<&str>,
     as_json: bool,
     out: &mut dyn Write,
-) -> io::Result<()> {
+) -> io::Result<bool> {
     let filter = filter.unwrap_or("").to_lowercase();
     let matches = |r: &&Recipe| {
         let dotless = [&r.family, &r.function, &r.gpu, &r.dtype, &r.task];
@@ -29,9 +29,13 @@ pub fn print_list(
             || r.variant.as_ref().is_some_and(|v| v.contains(&filter))
     };
     let recipes: Vec<&Recipe> = catalogue.recipes().iter().filter(matches).collect();
+    if recipes.is_empty() {
+        return Ok(false);
+    }
     if as_json {
         let rows: Vec<Value> = recipes.iter().map(|r| as_object(r)).collect();
-        return writeln!(out, "{}", Value::Array(rows));
+        writeln!(out, "{}", Value::Array(rows))?;
+        return Ok(true);
     }
     let header = ["FAMILY", "MODEL", "GPU", "DTYPE", "TASK", "GPUS", "VARIANT", "GRAPH"].map(str::to_owned);
     let mut rows = vec![header];
@@ -46,7 +50,8 @@ pub fn print_list(
     if recipes.iter().any(|r| !r.is_default) {
         writeln!(out, "(by -ng): taken only where -ng gives this number of GPUs")?;
     }
-    writeln!(out, "{} of {} recipes", recipes.len(), catalogue.recipes().len())
+    writeln!(out, "{} of {} recipes", recipes.len(), catalogue.recipes().len())?;
+    Ok(true)
 }
 
 /// Columns padded to their widest cell, two spaces between.

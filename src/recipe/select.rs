@@ -27,6 +27,11 @@ pub struct Selector {
 /// A level of the choice: the flag, what was asked, and how a recipe answers.
 type Level<'a> = (&'static str, &'a str, fn(&Recipe) -> &str);
 
+/// `-c` has no fp8_ds: such a dtype is asked for as a variant.
+fn by_variant(recipe: &Recipe) -> bool {
+    recipe.issues.iter().any(|i| i == "dtype_not_selectable_on_command_line")
+}
+
 impl Catalogue {
     /// The recipe with the asked GPU count, or else the group's default (which then runs at the asked count).
     ///
@@ -35,8 +40,6 @@ impl Catalogue {
     pub fn select(&self, ask: &Selector) -> Result<Recipe, RecipeError> {
         let (family, model) = (ask.family.to_lowercase(), ask.recipe.to_lowercase());
         let variant = ask.variant.as_deref().map(str::to_lowercase).unwrap_or_default();
-        // `-c` has no fp8_ds: such a dtype is asked for as a variant.
-        let by_variant = |r: &Recipe| r.issues.iter().any(|i| i == "dtype_not_selectable_on_command_line");
         let (dtype, variant) =
             match self.recipes().iter().any(|r| r.model == model && r.dtype == variant && by_variant(r)) {
                 true => (variant.as_str(), ""),
@@ -78,6 +81,13 @@ impl Catalogue {
         let mut variants: BTreeMap<Option<String>, Vec<String>> = BTreeMap::new();
         for r in left {
             variants.entry(r.variant.clone()).or_default().push(r.function.clone());
+        }
+        // Whatever `-c` says.
+        let asked = |r: &&Recipe| {
+            r.family == family && r.model == model && r.gpu == ask.gpu && r.task == ask.task && by_variant(r)
+        };
+        for r in self.recipes().iter().filter(asked) {
+            variants.entry(Some(r.dtype.clone())).or_default().push(r.function.clone());
         }
         Ok(variants)
     }

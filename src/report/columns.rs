@@ -357,7 +357,7 @@ columns! {
     host_ms_modelled_median Float r => arm(r, |a| a.host_ms_modelled), "Host time of issuing a step under the host model: launches, waits and what was spun.";
     host_model_other_fraction Float r => r.facts.host_model_other_fraction, "Share of the eager launches that the host model has no part for and charges by launch.";
     memory_used_mib Float r => r.measured().and_then(|o| o.memory_used_mib), "Device memory that the process took when timing ended, both arms, kernels and graphs, by the driver; empty beside other processes.";
-    disturbed_fraction Float r => arm(r, |a| a.disturbed_fraction), "Share of the steady steps over 10 % longer than the arm's 5th percentile: above 0.05 something else used the GPU.";
+    disturbed_fraction Float r => arm(r, |a| a.disturbed_fraction), "Share of the steady steps over 25 % longer than the arm's 5th percentile: above 0.05 something else used the GPU.";
     repetition Int r => Some(r.facts.repetition).filter(|n| *n > 0), "Which of the measurements of one process (`--repeat`).";
     microbatches_extrapolated Int r => r.facts.extrapolation.as_ref().map(|e| e.to), "Micro-batches that the extrapolated columns are for (`--extrapolate`).";
     extrapolated_from Text r => r.facts.extrapolation.as_ref().map(|e| e.from.iter().map(usize::to_string).collect::<Vec<_>>().join("+")), "Micro-batches of the steps that were timed for it.";

@@ -64,6 +64,15 @@ fn the_columns_page_is_current() {
 }
 
 #[test]
+fn the_disturbed_share_is_told_as_it_is_counted() {
+    use crate::measure::outcome::{FAR_LONGER, MAX_DISTURBED};
+    let column = columns::COLUMNS.iter().find(|c| c.name == "disturbed_fraction").unwrap();
+    let far = format!("over {:.0} % longer", (FAR_LONGER - 1.0) * 100.0);
+    assert!(column.meaning.contains(&far) && column.meaning.contains(&format!("above {MAX_DISTURBED}")));
+    assert!(include_str!("../../docs/measuring.md").contains(&far.replace("over ", "")));
+}
+
+#[test]
 fn promised_columns_come_first_and_in_order() {
     let promised = "schema_version, run_id, status, status_reason, device, gpu_name, driver_version, cuda_version, \
         gpu_target, model_family, model_recipe, task, recipe_dtype, compute_dtype, num_gpus, world_size, comm, tp, \

@@ -294,4 +294,20 @@ pub const RULES: &[Rule] = &[
             })
         },
     },
+    Rule {
+        id: "M30",
+        wrong: "a length of timing that a number of steps replaces (--max_time or --block_steps beside -ms)",
+        remedy: "Leave one of the two out.",
+        broken: |e| {
+            let steps = e.max_steps?;
+            let own = &e.args.mbperf;
+            let (name, why) = match (own.max_time, own.block_steps) {
+                (Some(_), _) => ("--max_time", "so many steps are run, however long they take"),
+                (None, Some(_)) => ("--block_steps", "so many steps are divided into blocks by their number"),
+                (None, None) => return None,
+            };
+            let asked = if e.args.training.max_steps.is_some() { "-ms" } else { "train.train_iters=" };
+            Some(format!("{name} with {asked} {steps}: {why}"))
+        },
+    },
 ];

@@ -115,7 +115,8 @@ pub(super) fn side_points(
             Status::Ok => {
                 let found = points_of(&outcome, count);
                 if outcome.arms.iter().any(|a| found[a.side.min(1)].is_none()) {
-                    say(args, "--extrapolate: too few steps to know their spread: raise --max_time");
+                    let more = if options.max_steps.is_some() { "-ms" } else { "--max_time" };
+                    say(args, &format!("--extrapolate: too few steps to know their spread: raise {more}"));
                 }
                 points.push(found);
             }

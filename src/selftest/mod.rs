@@ -1,7 +1,7 @@
 //! `mbperf selftest`: what can only be checked on a GPU. Prints one line a check; any failure is exit 1.
 //!
 //! Every CUDA op against its f64 reference on odd sizes, those of real steps on real ones too (products and attention row
-//! by sampled row), attention with both backends; eager against graph bit for bit with dropout on; replays that draw fresh numbers; a thousand
+//! by sampled row), attention with both backends; eager against graph bit for bit with dropout on; replays that draw by the random state; a thousand
 //! replays; capture and destroy without growth; the host cost of a launch.
 
 mod attention;

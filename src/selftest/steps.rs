@@ -7,10 +7,11 @@ use crate::capture::{self, RunPlan};
 use crate::config::RunConfig;
 use crate::device::cuda::executor::{CudaExecutor, CudaOptions, launch_cost};
 use crate::device::{Arm, DeviceError, Executor};
+use crate::ops::rng::WORD_STEP;
 use crate::overrides;
-use crate::program::Program;
+use crate::program::{BufId, Program};
 use crate::recipe::Catalogue;
-use crate::workloads::{self, share::RankShare, shrink};
+use crate::workloads::{self, TALLY, share::RankShare, shrink};
 
 /// Growth of used memory over the capture rounds that counts as none (MiB): the driver hands out memory in
 /// 2 MiB blocks, and a neighbour's context may come or go by one.
@@ -39,8 +40,8 @@ type Check = fn(&CudaOptions) -> Result<String, String>;
 /// All checks, at their full length.
 pub fn run(log: &mut Log, options: &CudaOptions) {
     equal_in_every_scope(log, options, STEPS);
-    let checks: [(&str, Check); 4] = [
-        ("fresh random numbers", fresh_numbers),
+    fresh_numbers(log, options);
+    let checks: [(&str, Check); 3] = [
         ("replays: a thousand", |o| many_replays(o, REPLAYS)),
         ("capture and destroy", |o| no_growth(o, ROUNDS)),
         ("launch cost", host_cost),
@@ -51,8 +52,8 @@ pub fn run(log: &mut Log, options: &CudaOptions) {
 /// The same checks in little: what an emulated GPU, whose times mean nothing, can do.
 pub fn small_run(log: &mut Log, options: &CudaOptions) {
     equal_in_every_scope(log, options, SMALL_STEPS);
-    let checks: [(&str, Check); 3] = [
-        ("fresh random numbers", fresh_numbers),
+    fresh_numbers(log, options);
+    let checks: [(&str, Check); 2] = [
         ("replays: a few", |o| many_replays(o, SMALL_REPLAYS)),
         ("capture and destroy", |o| no_growth(o, SMALL_ROUNDS)),
     ];
@@ -222,20 +223,105 @@ fn floats(bits: &[u32]) -> Vec<f32> {
     bits.iter().map(|b| f32::from_bits(*b)).collect()
 }
 
-/// With dropout as the only source of change (learning rate 0, gradients unused), two replays must differ.
-fn fresh_numbers(options: &CudaOptions) -> Result<String, String> {
+/// What draws in a graph, each alone, so that the others do not hide one that is frozen: name, model and settings.
+const DRAWS: [(&str, &str, &str); 3] = [
+    ("attention dropout", LLAMA, "model.attention_dropout=0.1"),
+    ("hidden dropout", LLAMA, "model.hidden_dropout=0.1"),
+    (
+        "forced routing",
+        QWEN,
+        "--moe_routing balanced model.moe_token_dispatcher_type=alltoall --use_tokendrop true",
+    ),
+];
+
+/// The bare stack, all of it in one graph: its inputs are given and nothing in it moves the random state.
+fn one_draw(model: &str, setting: &str) -> String {
+    format!("{model} -cp 1 --stack_only --cuda_graph_impl local --cuda_graph_scope full_iteration {setting}")
+}
+
+/// Replays draw by the random state and by nothing else, and every step has a state of its own.
+fn fresh_numbers(log: &mut Log, options: &CudaOptions) {
+    for (name, model, setting) in DRAWS {
+        let name = format!("fresh random numbers: {name}");
+        if log.wants(&name) {
+            log.record(&name, draws_follow_the_state(&one_draw(model, setting), options));
+        }
+    }
+    let name = "fresh random numbers: a state for each replay";
+    if log.wants(name) {
+        log.record(name, every_replay_moves_the_state(options));
+    }
+}
+
+fn step_words(plan: &RunPlan) -> Result<BufId, String> {
+    let at = plan.eager.program.buffers.iter().position(|b| b.name == "step_words");
+    at.map(|i| BufId(i as u32)).ok_or_else(|| "the program has no step words".into())
+}
+
+fn draws_follow_the_state(line: &str, options: &CudaOptions) -> Result<String, String> {
+    let plan = small(line)?;
+    let words = step_words(&plan)?;
+    let mut device = CudaExecutor::new(&plan, options.clone()).map_err(|e| e.to_string())?;
+    let mut start = || -> Result<Vec<f64>, DeviceError> {
+        device.reset()?;
+        device.capture()?;
+        device.read_f64(words)
+    };
+    let first = start().map_err(|e| e.to_string())?;
+    follows_the_state(&mut |step| {
+        let mut moved = first.clone();
+        moved[WORD_STEP] = f64::from(step);
+        device.write_buffer(words, &moved)?;
+        Ok(steps(&mut device, Arm::Graph, 1)?.digest)
+    })
+}
+
+/// `replay` runs the same inputs with the random state of a step, and gives the hashes of what comes out: the same state
+/// gives the same bits, another one other bits in every buffer, and the first one once more those of the first time. A mask
+/// that was frozen when the graph was captured would pass for neither.
+fn follows_the_state(
+    replay: &mut dyn FnMut(u32) -> Result<Vec<(String, u64)>, DeviceError>,
+) -> Result<String, String> {
+    let mut run = |step| replay(step).map_err(|e| e.to_string());
+    let first = run(0)?;
+    for (what, again) in [("once more", run(0)?), ("put back", run(1).and_then(|_| run(0))?)] {
+        if let Some((name, _)) = first.iter().zip(&again).find(|(a, b)| a != b).map(|(a, _)| a) {
+            return Err(format!("{name}: other bits with the random state {what}"));
+        }
+    }
+    let other = run(1)?;
+    // Counts of choices: other choices may well give the same sums.
+    let drawn: Vec<_> = first.iter().zip(&other).filter(|((name, _), _)| name != TALLY).collect();
+    match drawn.iter().find(|((_, a), (_, b))| a == b) {
+        Some(((name, _), _)) => {
+            Err(format!("{name}: the same bits with another random state: a frozen mask"))
+        }
+        None if drawn.is_empty() => Err("nothing was hashed".into()),
+        None => {
+            Ok(format!("{} buffers are other with another state, and the same with the old one", drawn.len()))
+        }
+    }
+}
+
+/// Steps of a training run, replayed: each begins with another step number in the random state.
+fn every_replay_moves_the_state(options: &CudaOptions) -> Result<String, String> {
     let plan = small(&format!("{LLAMA} --cuda_graph_scope full_iteration {DROPOUT} --optimizer none"))?;
-    let run = || -> Result<Vec<Vec<(String, u64)>>, DeviceError> {
+    let words = step_words(&plan)?;
+    let run = || -> Result<Vec<f64>, DeviceError> {
         let mut device = CudaExecutor::new(&plan, options.clone())?;
         device.reset()?;
         device.capture()?;
-        (0..2).map(|_| Ok(steps(&mut device, Arm::Graph, 1)?.digest)).collect()
+        let mut seen = vec![device.read_f64(words)?[WORD_STEP]];
+        for _ in 0..3 {
+            steps(&mut device, Arm::Graph, 1)?;
+            seen.push(device.read_f64(words)?[WORD_STEP]);
+        }
+        Ok(seen)
     };
-    let digests = run().map_err(|e| e.to_string())?;
-    if digests[0] == digests[1] {
-        Err("two replays gave the same gradients".into())
-    } else {
-        Ok("two replays differ".into())
+    let seen = run().map_err(|e| e.to_string())?;
+    match seen.windows(2).all(|w| w[1] == w[0] + 1.0) {
+        true => Ok(format!("step numbers {seen:?}")),
+        false => Err(format!("step numbers before and after replays: {seen:?}")),
     }
 }
 
@@ -289,4 +375,60 @@ fn host_cost(options: &CudaOptions) -> Result<String, String> {
         "{own_us:.2} us a launch of our own, {bare_us:.2} us bare, ratio {ratio:.3} ({LAUNCH_COST_ALLOWED} allowed)"
     );
     if ratio <= LAUNCH_COST_ALLOWED { Ok(text) } else { Err(text) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::CpuExecutor;
+    use crate::program::Init;
+
+    /// A replay on the CPU with its random state set before the start.
+    fn replay(line: &str, step: u32) -> Result<Vec<(String, u64)>, DeviceError> {
+        let mut plan = small(line).unwrap();
+        let at = step_words(&plan).unwrap().0 as usize;
+        for arm in std::iter::once(&mut plan.eager).chain(&mut plan.graph) {
+            let Init::Words { words } = &mut std::sync::Arc::make_mut(&mut arm.program).buffers[at].init
+            else {
+                panic!("no words")
+            };
+            words[WORD_STEP] = step;
+        }
+        let mut device = CpuExecutor::new(plan, None, None)?;
+        device.reset()?;
+        device.capture()?;
+        let submitted = device.submit(Arm::Graph)?;
+        device.wait(submitted)?;
+        device.digest()
+    }
+
+    #[test]
+    fn what_draws_follows_the_state_on_the_cpu_too() {
+        for (name, model, setting) in DRAWS {
+            let line = one_draw(model, setting);
+            let found = follows_the_state(&mut |step| replay(&line, step));
+            assert!(found.is_ok(), "{name}: {found:?}");
+        }
+        // Nothing draws here: every buffer stays what it was, as with a frozen mask.
+        let line = one_draw(LLAMA, "");
+        let found = follows_the_state(&mut |step| replay(&line, step)).unwrap_err();
+        assert!(found.contains("a frozen mask"), "{found}");
+    }
+
+    #[test]
+    fn masks_that_are_wrong_in_one_buffer_are_found() {
+        let hashes = |a: u64, b: u64| Ok(vec![("a".to_owned(), a), ("b".to_owned(), b)]);
+        let found = |f: &mut dyn FnMut(u32) -> Result<Vec<(String, u64)>, DeviceError>| follows_the_state(f);
+        assert!(found(&mut |step| hashes(step.into(), u64::from(step) + 7)).is_ok());
+        let frozen = found(&mut |step| hashes(step.into(), 7)).unwrap_err();
+        assert!(frozen.starts_with("b: the same bits"), "{frozen}");
+        // Draws that go on by themselves, whatever the state says.
+        let mut n = 0;
+        let astray = found(&mut |_| {
+            n += 1;
+            hashes(n, n)
+        });
+        assert!(astray.unwrap_err().starts_with("a: other bits with the random state once more"));
+        assert!(found(&mut |_| Ok(Vec::new())).is_err());
+    }
 }

@@ -19,9 +19,41 @@ impl Random {
     fn unit(&mut self) -> f64 {
         ((self.word() >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
+    /// A step of one of the recordings, each step as likely; `None` where there are none.
+    fn place(&mut self, recordings: &[Vec<f64>]) -> Option<(usize, usize)> {
+        let steps: u64 = recordings.iter().map(|r| r.len() as u64).sum();
+        let mut at = self.word().checked_rem(steps)? as usize;
+        for (i, recording) in recordings.iter().enumerate() {
+            match at.checked_sub(recording.len()) {
+                Some(beyond) => at = beyond,
+                None => return Some((i, at)),
+            }
+        }
+        None
+    }
     /// Standard normal (Box and Muller 1958).
     fn normal(&mut self) -> f64 {
         (-2.0 * self.unit().ln()).sqrt() * (TAU * self.unit()).cos()
+    }
+}
+
+/// See [`Noise::resampled`].
+#[derive(Debug, Clone)]
+struct Resampled {
+    recordings: Arc<[Vec<f64>]>,
+    /// Chance to leave a stretch after a step.
+    leave: f64,
+    /// Recording and step; `None`: nothing is recorded.
+    at: Option<(usize, usize)>,
+}
+
+impl Resampled {
+    fn next(&mut self, random: &mut Random) -> f64 {
+        let Some((recording, step)) = self.at else { return 1.0 };
+        let ends = step + 1 == self.recordings[recording].len();
+        let leaves = random.unit() < self.leave;
+        self.at = if ends || leaves { random.place(&self.recordings) } else { Some((recording, step + 1)) };
+        self.recordings[recording][step]
     }
 }
 
@@ -37,11 +69,12 @@ pub struct Noise {
     white: f64,
     /// Relative change a second.
     drift_per_s: f64,
+    /// Cold at first: relative offset at time 0, and the time in which it falls to 1/e, in ms.
+    cold: (f64, f64),
     /// Second mode: relative offset, and the chance a step to change modes.
     mode: (f64, f64),
     in_mode: bool,
-    /// Factors step by step, from somewhere on and round again.
-    recorded: Option<(Arc<[f64]>, usize)>,
+    resampled: Option<Resampled>,
 }
 
 impl Noise {
@@ -56,9 +89,10 @@ impl Noise {
             state: 0.0,
             white: 0.0,
             drift_per_s: 0.0,
+            cold: (0.0, 1.0),
             mode: (0.0, 0.0),
             in_mode: false,
-            recorded: None,
+            resampled: None,
         }
     }
     /// First-order autoregression with stationary standard deviation `sigma`.
@@ -75,30 +109,39 @@ impl Noise {
         self.drift_per_s = drift;
         self
     }
+    /// Steps are longer by `offset` at first, which fades with the time constant `fades_ms`.
+    pub fn cold(mut self, offset: f64, fades_ms: f64) -> Self {
+        self.cold = (offset, fades_ms);
+        self
+    }
     pub fn modes(mut self, offset: f64, change_probability: f64) -> Self {
         self.mode = (offset, change_probability);
         self
     }
 
-    /// Factors of a real machine, from the `first` of them on and round again.
-    pub fn recorded(factors: Arc<[f64]>, first: usize) -> Self {
-        Self { recorded: Some((factors, first)), ..Self::none() }
+    /// Factors of a real machine: stretches of `recordings`, each from a random place on and of `stretch` steps in the
+    /// mean (the stationary bootstrap of Politis and Romano 1994). What is alike within a stretch stays so; runs of
+    /// unlike seeds are independent of each other but for the recordings themselves.
+    pub fn resampled(mut self, recordings: Arc<[Vec<f64>]>, stretch: f64) -> Self {
+        let at = self.random.place(&recordings);
+        self.resampled = Some(Resampled { recordings, leave: 1.0 / stretch, at });
+        self
     }
 
     /// Factor for the next step, begun at `clock_ms`.
     pub fn next(&mut self, clock_ms: f64) -> f64 {
-        let innovation = self.sigma * (1.0 - self.rho * self.rho).sqrt();
-        self.state = self.rho * self.state + innovation * self.random.normal();
+        if self.sigma > 0.0 {
+            let innovation = self.sigma * (1.0 - self.rho * self.rho).sqrt();
+            self.state = self.rho * self.state + innovation * self.random.normal();
+        }
+        let white = if self.white > 0.0 { self.white * self.random.normal() } else { 0.0 };
         if self.mode.1 > 0.0 && self.random.unit() < self.mode.1 {
             self.in_mode = !self.in_mode;
         }
         let offset = if self.in_mode { self.mode.0 } else { 0.0 };
-        let drift = self.drift_per_s * clock_ms / 1e3;
-        let recorded = self.recorded.as_mut().map_or(1.0, |(factors, next)| {
-            *next += 1;
-            factors[(*next - 1) % factors.len()]
-        });
-        recorded * (self.state + self.white * self.random.normal() + offset + drift).exp()
+        let drift = self.drift_per_s * clock_ms / 1e3 + self.cold.0 * (-clock_ms / self.cold.1).exp();
+        let recorded = self.resampled.as_mut().map_or(1.0, |r| r.next(&mut self.random));
+        recorded * (self.state + white + offset + drift).exp()
     }
 }
 
