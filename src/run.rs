@@ -220,9 +220,13 @@ fn conclude(
         Status::Ok => {}
     }
     let mut disturbances = outcome.disturbances();
-    if args.mbperf.device == DeviceChoice::Auto && rows.iter().any(|r| r.facts.device == "cpu") {
-        disturbances
-            .insert(0, "no GPU was found and the CPU ran in its place (--device cpu if so meant)".into());
+    if rows.iter().any(|r| r.facts.device == "cpu") {
+        // A CPU's rows have no verdict, however long it runs.
+        disturbances.retain(|d| d != measure::outcome::UNDECIDED);
+        if args.mbperf.device == DeviceChoice::Auto {
+            disturbances
+                .insert(0, "no GPU was found and the CPU ran in its place (--device cpu if so meant)".into());
+        }
     }
     if args.mbperf.strict && outcome.status.exit_code() == 0 && !disturbances.is_empty() {
         complain(&format!("--strict: {}", disturbances.join("; ")));

@@ -413,6 +413,43 @@ fn b29_a_run_that_failed_is_a_missing_row() {
 }
 
 #[test]
+fn a_run_that_fails_beside_good_ones_is_no_pass() {
+    let base = Results::three("base", 1.0, 1.0);
+    let failed = |name: &str| {
+        let rows = Results::default().run(name, 100.0, 1.25, 0.003).with("status", "failed");
+        ["speedup", "step_time_ms_median"]
+            .iter()
+            .fold(rows, |r, c| r.with(c, ""))
+            .with("status_reason", "out of memory")
+    };
+    let new = Results::three("new", 1.0, 1.0).and(failed("new-3"));
+    let seen = compare(&base, &new, &["--allow-missing"]);
+    assert_eq!(seen.code, 12, "{}", seen.stdout);
+    assert!(seen.stdout.contains("1 of 4 runs failed, none in base: out of memory"), "{}", seen.stdout);
+    // It failed before as well: the others are compared.
+    assert_eq!(code(&base.clone().and(failed("base-3")), &new, &[]), 0);
+    // Interrupted and taken up again is no failure.
+    let resumed = Results::three("new", 1.0, 1.0).and(failed("new-3").with("status", "interrupted"));
+    assert_eq!(code(&base, &resumed, &[]), 0);
+}
+
+#[test]
+fn half_a_run_is_a_missing_row() {
+    let base = Results::three("base", 1.0, 1.0);
+    for arm in 0..2 {
+        let mut half = Results::three("new", 1.0, 1.0);
+        half.rows.remove(2 + arm);
+        for (base, new) in [(&base, &half), (&half, &base)] {
+            let seen = compare(base, new, &[]);
+            assert_eq!(seen.code, 12, "{}", seen.stdout);
+            let part = "1 of its 3 runs have no row of this arm, only of the other (new-1)";
+            assert!(seen.stdout.contains(part), "{}", seen.stdout);
+            assert_eq!(code(base, new, &["--allow-missing"]), 0);
+        }
+    }
+}
+
+#[test]
 fn b29_each_gate_has_its_threshold() {
     let base = Results::three("base", 1.0, 1.0);
     // A slow machine moves times and not the ratio.

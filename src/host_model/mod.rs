@@ -56,7 +56,7 @@ struct Replay {
 /// Host times of a framework, checked.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HostModel {
-    /// For the row: `pytorch`, or what a file calls itself.
+    /// For the row: `pytorch`, or what a file calls itself and a digest of it.
     pub name: String,
     /// Framework, machine and date.
     pub source: String,

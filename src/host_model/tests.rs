@@ -326,6 +326,21 @@ fn files_are_read_strictly() {
 
 /// Files that earlier versions of the script wrote.
 #[test]
+fn a_file_is_told_from_another_of_its_name_by_what_it_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = |text: &str| {
+        let path = folder.path().join("model.json");
+        std::fs::write(&path, text).unwrap();
+        HostModel::load(path.to_str().unwrap()).unwrap().unwrap().name
+    };
+    let (one, same) = (name(PYTORCH), name(PYTORCH));
+    assert_eq!(one, same);
+    assert!(one.starts_with("pytorch:") && one.len() == "pytorch:".len() + 8, "{one}");
+    assert_ne!(one, name(&PYTORCH.replace("\"iteration_replay_ms\": 0.298", "\"iteration_replay_ms\": 0.299")));
+    assert_eq!(pytorch().name, "pytorch");
+}
+
+#[test]
 fn format_1_has_one_figure_for_all_replays() {
     let file = |format: u64, replays: &str| {
         let text = format!(

@@ -172,7 +172,12 @@ fn arm_result(session: &Session, options: &Options, found: &Found, side: usize, 
         device_busy_ms: busy.and_then(|b| b.as_ref().ok()).copied(),
         busy_note: match busy {
             Some(found) => found.as_ref().err().cloned(),
-            None => (!options.busy).then(|| "no profiling pass was asked for".to_string()),
+            None if options.busy => None,
+            None if session.executor.info().device == "cpu" => Some("a CPU has no profiling pass".into()),
+            None => Some(
+                "no profiling pass: it is made in the last repetition, and with --no_profile or --no_samplers in none"
+                    .into(),
+            ),
         },
         launches_per_step: session.executor.launches_per_step(arm),
         planned_bytes: session.executor.planned_bytes(arm),

@@ -284,12 +284,15 @@ impl Outcome {
             }
         }
         if self.verdict == Some(Verdict::Undecided) {
-            found.push("undecided: raise --max_time, or leave out -ms".into());
+            found.push(UNDECIDED.into());
         }
         found.dedup();
         found
     }
 }
+
+/// No verdict where one was to be had.
+pub const UNDECIDED: &str = "undecided: raise --max_time, or leave out -ms";
 
 /// A loaded card's ordinary state, which both arms meet; told, but no disturbance.
 const POWER_CAP: &str = "sw_power_cap";

@@ -304,7 +304,7 @@ columns! {
     speedup_ci95_high Float r => r.compared().and_then(|o| o.speedup_ci95.map(|c| c.1)), "High end of it.";
     verdict Text r => r.compared().and_then(|o| o.verdict).map(|v| v.to_string()), "`faster`, `slower`, `equivalent` (interval inside the margin) or `undecided`.";
     speedup_modelled Float r => r.compared().and_then(|o| o.speedup_modelled), "Speedup when issuing takes the host model's time, from blocks of their own; never in place of `speedup`.";
-    host_model Text r => r.facts.host_model.as_str(), "`bare` (this program's own host time), `pytorch`, or what the file calls itself.";
+    host_model Text r => r.facts.host_model.as_str(), "`bare` (this program's own host time), `pytorch`, or what the file calls itself with a digest of it (`calibrated:1a2b3c4d`).";
     break_even_steps Float r => r.compared().and_then(|o| o.break_even_steps), "Steps after which capture, instantiation and upload are earned back; empty unless the graph is faster.";
     digest_match Bool r => digest_match(r), "Whether losses and the bits of weights, moments and gradients were equal in both arms.";
     loss_last Float r => arm(r, |a| a.loss_last.map(f64::from)), "Loss of the arm's own last step; arms are timed over unlike numbers of steps, so that it may differ (the equality check compares equal steps). Empty for a share without a loss.";

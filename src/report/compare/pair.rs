@@ -6,7 +6,7 @@ use super::read::Record;
 use super::{Missing, Options, Report, workload};
 use crate::keys::short;
 use rayon::prelude::*;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Rows of one configuration on one side.
 #[derive(Debug, Default)]
@@ -66,6 +66,9 @@ pub fn pair<'a>(
     let ignored = |field: &Field| options.allow_unlike.iter().any(|f| f == field.name);
     let untold = |field: &Field| field.untold(&of_base, &of_new, &|row| cell(field, row, &commands));
     report.unlike.extend(KEY.iter().filter(|f| !ignored(f)).filter_map(untold));
+    for (name, groups) in [("base", &base), ("new", &new)] {
+        halves(name, groups, report);
+    }
     let index: HashMap<Key, usize> = new.iter().enumerate().map(|(at, (k, _))| (k.clone(), at)).collect();
     let same_run = |(key, runs): &(Key, Runs)| {
         let ids: HashSet<&str> = runs.runs.iter().map(|(id, _)| *id).collect();
@@ -114,6 +117,22 @@ pub fn pair<'a>(
 fn lacking(key: &Key, base: &Runs, new: &Runs, [base_keys, new_keys]: &[Side; 2], report: &mut Report) {
     for (side, runs, other, keys) in [("base", base, new, base_keys), ("new", new, base, new_keys)] {
         if !runs.is_empty() {
+            // A change that fails in one pass of three is no better for the other two.
+            let failed: Vec<_> = runs.failed.iter().filter(|r| r.cell("status") == "failed").collect();
+            if let Some(row) = failed.first().filter(|_| side == "new" && base.failed.is_empty()) {
+                let (count, all) = (failed.len(), failed.len() + runs.len());
+                let reason = format!(
+                    "{count} of {all} runs failed, none in base: {} ({})",
+                    row.cell("status_reason"),
+                    row.place()
+                );
+                report.missing.push(Missing {
+                    side,
+                    label: key.label(&[]),
+                    reason,
+                    excusable: other.is_empty(),
+                });
+            }
             continue;
         }
         let reason = match runs.failed.first() {
@@ -122,6 +141,33 @@ fn lacking(key: &Key, base: &Runs, new: &Runs, [base_keys, new_keys]: &[Side; 2]
         };
         let excusable = side == "base" || runs.failed.is_empty() || other.is_empty();
         report.missing.push(Missing { side, label: key.label(&[]), reason, excusable });
+    }
+}
+
+/// Says which runs lack the row of an arm that other runs of the configuration have: rows of a run are written together.
+fn halves(side: &'static str, groups: &[(Key, Runs)], report: &mut Report) {
+    let mut configurations: BTreeMap<Vec<&str>, Vec<&(Key, Runs)>> = BTreeMap::new();
+    for group in groups {
+        configurations.entry(group.0.apart_from("arm")).or_default().push(group);
+    }
+    let ids = |runs: &Runs| -> BTreeSet<String> {
+        let failed = runs.failed.iter().map(|r| r.cell("run_id").to_owned());
+        runs.runs.iter().map(|(id, _)| (*id).to_owned()).chain(failed).collect()
+    };
+    for arms in configurations.values() {
+        let all: BTreeSet<String> = arms.iter().flat_map(|(_, runs)| ids(runs)).collect();
+        for (key, runs) in arms {
+            let own = ids(runs);
+            let lacking: Vec<&String> = all.difference(&own).collect();
+            if let Some(first) = lacking.first() {
+                let reason = format!(
+                    "{} of its {} runs have no row of this arm, only of the other ({first})",
+                    lacking.len(),
+                    all.len()
+                );
+                report.missing.push(Missing { side, label: key.label(&[]), reason, excusable: true });
+            }
+        }
     }
 }
 
