@@ -23,17 +23,13 @@ import statistics
 import sys
 import time
 
-import torch
-
-import host_model_stack as stacks
 from host_model_figures import shared_out, spread
 
 POINTS = "dense:128,dense:512,dense:8192,moe:512,moe:4096"
 NAMES = {"dense": "llama3_8b", "moe": "qwen3_30b_a3b"}
 # Dense stacks of more tokens are in the table of eager host times alone: there the device is the limit, by far.
 MOST_DENSE_TOKENS = 4096
-# Rounds of the default points take about 75 s on an H200 (4.7 s each with --check, by the step times that earlier runs
-# found), building and profiling another 50 s.
+# Measured on an H200: 4 rounds of the default points with --check, and the check, take 110 s together; 16 some 200 s, estimated.
 ROUNDS = 16
 # Steps of each sort and form in a round: a form's turn is then long enough to be run in, and short beside drift.
 STEPS = 4
@@ -106,9 +102,14 @@ def by_pass(groups):
     return dict(forward_ms=of("forward"), backward_ms=of("backward"))
 
 
+def eager_alone(kind, tokens):
+    """Whether a stack is run eagerly and in no other form."""
+    return kind == "dense" and tokens > MOST_DENSE_TOKENS
+
+
 def forms_of(kind, tokens):
     forms = stacks.forms(kind)
-    return forms[:1] if kind == "dense" and tokens > MOST_DENSE_TOKENS else forms
+    return forms[:1] if eager_alone(kind, tokens) else forms
 
 
 def measure(kind, tokens, layers, rounds, check):
@@ -185,10 +186,21 @@ def points(text):
         if kind not in NAMES or not tokens.isdecimal() or int(tokens) < 1:
             raise argparse.ArgumentTypeError(f"{word!r} is not dense:TOKENS or moe:TOKENS")
         found.append((kind, int(tokens)))
-    if not any(kind == "dense" and len(forms_of(kind, tokens)) > 1 for kind, tokens in found):
+    if not any(kind == "dense" and not eager_alone(kind, tokens) for kind, tokens in found):
         raise argparse.ArgumentTypeError(
             f"a dense point of at most {MOST_DENSE_TOKENS} tokens is needed: whole graphs and single launches are timed there")
     return found
+
+
+def load():
+    """PyTorch, and the stacks that are built with it: once the arguments are read, as --help needs neither."""
+    global torch, stacks
+    try:
+        import torch
+        import host_model_stack as stacks
+    except ImportError as e:
+        sys.exit(f"calibrate_host_model.py: {e} (of {sys.executable}): install PyTorch for CUDA there (pip install torch), or run "
+                 "this with a Python that has it")
 
 
 def main():
@@ -201,6 +213,7 @@ def main():
     args = parser.parse_args()
     if args.rounds < 1 or args.layers < 1:
         parser.error("--rounds and --layers must be at least 1")
+    load()
     if not torch.cuda.is_available():
         sys.exit("calibrate_host_model.py: PyTorch sees no GPU: run it on the machine whose host time you want")
     torch.manual_seed(0)

@@ -2,13 +2,15 @@
 # The host model against PyTorch, in turns: recalibrates and measures PyTorch's own ratios in the same rounds, runs mbperf
 # under the fresh model, and sets modelled beside measured. Leaves host_model.json (a model of this machine),
 # host_model_pytorch.json, host_model_check.csv and host_model_check.txt (what was printed; the table is its end) in the
-# output folder. Exit code 1 if a ratio or an eager host time is off by over 10 %. Needs a GPU and PyTorch; about three
-# minutes on an H200 with 16 rounds, two of them the calibration.
-# usage: benches/host_model_check.sh [MBPERF [OUTPUT FOLDER [ROUNDS]]]
+# output folder. Exit code 1 if a ratio or an eager host time is off by over 10 %, a run failed, or the sides replayed unlike
+# numbers of graphs. Needs a GPU with 25 GB free and PyTorch; on an H200 110 s with 4 rounds, about 200 s with 16 (estimated).
+# usage: benches/host_model_check.sh [MBPERF [OUTPUT FOLDER [ROUNDS]]]      default: target/release/mbperf results/mine 16
+# Paths are from the repository's root, wherever it is called from. results/h200 holds committed figures and is written by
+# naming it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
-out=${2:-results/h200}
+out=${2:-results/mine}
 rounds=${3:-16}
 mkdir -p "$out"
 {

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # How far a verdict can be trusted, on a machine with a GPU: A/A, a known 2 % slowdown, a neighbour, the samplers' cost.
 # usage: benches/verdict.sh [MBPERF [OUTPUT FOLDER [PART ...]]]      parts: aa (5 minutes) spin neighbour samplers
+# Without a folder: results/mine; results/h200 holds committed figures and is written by naming it. Paths are from the
+# repository's root, wherever it is called from.
 # benches/verdict_summary.py [OUTPUT FOLDER] prints the figures of rows that are there.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 mbperf=${1:-target/release/mbperf}
-out=${2:-results/h200}
+out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
 parts=${*:-aa spin neighbour samplers}
 mkdir -p "$out"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the rows of benches/verdict.sh show, one line a group.
 
-usage: benches/verdict_summary.py [FOLDER]      FOLDER holds aa.csv, spin.csv, neighbour.csv, samplers.* (default: results/h200)
+usage: benches/verdict_summary.py [FOLDER]      FOLDER holds aa.csv, spin.csv, neighbour.csv, samplers.* (default: results/h200, the committed ones)
 """
 import csv
 import gzip

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of what the host model's scripts compute (benches/host_model_figures.py, host_model_check.py), on made-up times: no
-PyTorch, no GPU.
+"""Tests of what the host model's scripts compute (benches/host_model_figures.py, host_model_check.py), on made-up times, and of
+what calibrate_host_model.py says where PyTorch is missing: no PyTorch, no GPU.
 
 usage: python3 tests/pytorch/host_model_test.py
 """
@@ -12,12 +12,14 @@ import os
 import random
 import stat
 import statistics
+import subprocess
 import sys
 import tempfile
 import unittest
 from unittest import mock
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches"))
+BENCHES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches")
+sys.path.insert(0, BENCHES)
 import host_model_check as check  # noqa: E402
 import host_model_figures as figures  # noqa: E402
 
@@ -161,6 +163,32 @@ class Check(unittest.TestCase):
         code, said, table = self.run_main(rows(8.0, 2.6, 2.7), code=5)
         self.assertEqual((code, table), (1, []))
         self.assertIn("no figures for llama3_8b 128 attn,mlp: RuntimeError: exit 5", said)
+
+
+class WithoutTorch(unittest.TestCase):
+    def calibrate(self, *arguments):
+        """The script run by a Python that has no PyTorch, whatever this one has."""
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "torch.py"), "w") as f:
+                f.write("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+            return subprocess.run([sys.executable, os.path.join(BENCHES, "calibrate_host_model.py"), *arguments], text=True,
+                                  capture_output=True, cwd=folder, env=dict(os.environ, PYTHONPATH=folder))
+
+    def test_help_and_mistakes_need_none(self):
+        done = self.calibrate("--help")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertIn("--points", done.stdout)
+        for wrong in ("dense:8192", "mamba:512", "moe:512", "dense:0"):
+            done = self.calibrate("--points", wrong)
+            self.assertEqual(done.returncode, 2, wrong)
+            self.assertIn("--points", done.stderr)
+
+    def test_one_line_says_what_is_missing(self):
+        done = self.calibrate()
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.assertIn("No module named 'torch'", done.stderr)
+        self.assertIn("install PyTorch", done.stderr)
 
 
 if __name__ == "__main__":
