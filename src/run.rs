@@ -152,33 +152,55 @@ fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> anyhow::Result<()
     started.map(drop).map_err(|e| threads::none(&format!("the thread {name:?}"), &e))
 }
 
-/// `--resume`: how many of the repetitions the output file holds already.
-fn held(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<u32> {
-    let Some(path) = writer.path() else { return Ok(0) };
+/// `--resume`: the repetitions that the output file lacks.
+fn lacking(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) -> anyhow::Result<Vec<u32>> {
+    let wanted = 1..=args.mbperf.repeat;
+    let Some(path) = writer.path() else { return Ok(wanted.collect()) };
     let rows = Row::without_outcome(facts, options, "skipped", "");
     // Figures that a row of the same configuration need not have.
-    let mut filled = Vec::new();
+    let mut filled = vec!["step_time_ms_median"];
+    if rows.len() > 1 {
+        filled.push("digest_match");
+    }
     if facts.host_model != "bare" {
         filled.push("step_time_ms_modelled_median");
     }
     if args.mbperf.extrapolate && facts.num_microbatches < facts.num_microbatches_recipe {
         filled.push("step_time_ms_extrapolated");
     }
-    let ids = sweep::already_run(path, &rows, &filled)?;
-    let Some(run_id) = ids.last() else { return Ok(0) };
-    let (held, wanted) = (u32::try_from(ids.len()).unwrap_or(u32::MAX), args.mbperf.repeat);
-    if held < wanted {
-        say(args, &format!("--resume: {} holds {held} of {wanted} repetitions already", path.display()));
-        return Ok(held);
+    let done = sweep::already_run(path, &rows, sweep::Asked { filled: &filled, strict: args.mbperf.strict })?;
+    let lacking: Vec<u32> = wanted.filter(|n| !done.iter().any(|(_, made)| made == n)).collect();
+    let held = args.mbperf.repeat - lacking.len() as u32;
+    match done.last() {
+        Some((run_id, _)) if lacking.is_empty() => {
+            say(
+                args,
+                &format!(
+                    "--resume: {} holds this run already ({run_id}); it is not run again",
+                    path.display()
+                ),
+            );
+            not_made(args);
+            if args.mbperf.format == Format::Json {
+                writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
+            }
+        }
+        _ if held > 0 => {
+            let wanted = args.mbperf.repeat;
+            say(args, &format!("--resume: {} holds {held} of {wanted} repetitions already", path.display()));
+        }
+        _ => {}
     }
-    say(
-        args,
-        &format!("--resume: {} holds this run already ({run_id}); it is not run again", path.display()),
-    );
-    if args.mbperf.format == Format::Json {
-        writeln!(std::io::stdout().lock(), "{}", json!({ "rows": [] }))?;
+    Ok(lacking)
+}
+
+/// What a run that `--resume` leaves out would have made beside its rows.
+fn not_made(args: &Args) {
+    let own = &args.mbperf;
+    let others = [("--profile", own.profile), ("--dump", own.dump.is_some()), ("--xlsx", own.xlsx.is_some())];
+    for (option, _) in others.iter().filter(|(_, asked)| *asked) {
+        complain(&format!("{option} has nothing of this run: it was not run again (leave out --resume)"));
     }
-    Ok(held)
 }
 
 fn usage(message: &str) -> anyhow::Error {

@@ -2,7 +2,9 @@
 
 use crate::commands::{Usage, fail};
 use crate::device::DeviceError;
+use crate::measure::outcome::{MAX_DISTURBED, POWER_CAP};
 use crate::report::compare::keys::{ALIKE, Key, Known, WORKLOAD};
+use crate::report::compare::read::Record;
 use crate::report::compare::{Source, read, workload};
 use crate::report::{COLUMNS, Row, file};
 use std::path::Path;
@@ -35,19 +37,58 @@ pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyh
     first
 }
 
-/// The run ids of earlier runs in the file at `path`, oldest first, that have an `ok` row for each of `rows`, the rows
+/// What an earlier row must hold beyond the configuration to count as done.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Asked<'a> {
+    /// Columns that are asked for.
+    pub filled: &'a [&'a str],
+    /// A row that `--strict` would have refused does not count.
+    pub strict: bool,
+}
+
+impl Asked<'_> {
+    fn holds(&self, row: &Record) -> bool {
+        row.cell("status") == "ok"
+            && row.cell("digest_match") != "false"
+            && self.filled.iter().all(|column| !row.cell(column).is_empty())
+            && !(self.strict && disturbed(row))
+    }
+}
+
+/// As [`crate::measure::Outcome::disturbances`], of a row.
+fn disturbed(row: &Record) -> bool {
+    let over = |column: &str, limit: f64| row.cell(column).parse::<f64>().is_ok_and(|x| x > limit);
+    row.cell("steady_reached") != "true"
+        || row.cell("verdict") == "undecided"
+        || row.cell("throttle_reasons").split('+').any(|r| !["", "none", POWER_CAP].contains(&r))
+        || over("other_processes_max", 0.0)
+        || over("disturbed_fraction", MAX_DISTURBED)
+}
+
+/// An earlier run: its id, and which repetition it was.
+pub type Done = (String, u32);
+
+/// The earlier runs in the file at `path`, oldest first, that have an `ok` row for each of `rows`, the rows
 /// that the run about to start would leave. Rows are told apart by what `compare` pairs and refuses by, as far as that is
-/// known before a device is opened: not by the GPU. Columns of `filled` must hold something: they are asked for.
+/// known before a device is opened: not by the GPU.
 ///
 /// # Errors
-/// A file that cannot be read (exit 2).
-pub fn already_run(path: &Path, rows: &[Row], filled: &[&str]) -> anyhow::Result<Vec<String>> {
+/// A file that cannot be read, or that holds cells no run leaves (exit 2).
+pub fn already_run(path: &Path, rows: &[Row], asked: Asked) -> anyhow::Result<Vec<Done>> {
     let source =
         Source { name: path.display().to_string(), bytes: file::read(path).map_err(|e| e.to_string()) };
     if source.bytes.as_ref().is_ok_and(Vec::is_empty) {
         return Ok(Vec::new());
     }
-    let records = read::records(&source).map_err(|reason| Usage(format!("--resume: {reason}")))?;
+    let refused = |reason: String| Usage(format!("--resume: {reason}"));
+    let records = read::records(&source).map_err(refused)?;
+    for record in &records {
+        read::worded(record).map_err(refused)?;
+        if record.cell("status") == "ok" {
+            record.number("step_time_ms_median").map_err(refused)?;
+            repetition(record).map_err(refused)?;
+        }
+    }
     let text = |command: &str| workload::settings(command).unwrap_or_else(|| command.to_owned());
     // Key and further cells of a row.
     let identity = |cell: &dyn Fn(&str) -> String| {
@@ -65,17 +106,25 @@ pub fn already_run(path: &Path, rows: &[Row], filled: &[&str]) -> anyhow::Result
         .collect();
     let done: Vec<_> = records
         .iter()
-        .filter(|r| r.cell("status") == "ok" && filled.iter().all(|column| !r.cell(column).is_empty()))
-        .map(|r| (r.cell("run_id"), identity(&|column| r.cell(column).to_owned())))
+        .filter(|r| asked.holds(r))
+        .map(|r| (r.cell("run_id"), identity(&|column| r.cell(column).to_owned()), r))
         .collect();
-    let whole = |id: &str| wanted.iter().all(|w| done.iter().any(|(i, d)| *i == id && d == w));
-    let mut ids: Vec<String> = Vec::new();
-    for (id, _) in done.iter().filter(|(id, _)| !wanted.is_empty() && whole(id)) {
-        if !ids.iter().any(|known| known == id) {
-            ids.push((*id).to_owned());
+    let whole = |id: &str| wanted.iter().all(|w| done.iter().any(|(i, d, _)| *i == id && d == w));
+    let mut runs: Vec<Done> = Vec::new();
+    for (id, _, row) in done.iter().filter(|(id, _, _)| !wanted.is_empty() && whole(id)) {
+        if !runs.iter().any(|(known, _)| known == id) {
+            runs.push(((*id).to_owned(), repetition(row).map_err(refused)?));
         }
     }
-    Ok(ids)
+    Ok(runs)
+}
+
+fn repetition(row: &Record) -> Result<u32, String> {
+    let cell = row.cell("repetition");
+    match cell.parse() {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err(row.wrong("repetition", &format!("{cell:?} is no count from 1 on"))),
+    }
 }
 
 #[cfg(test)]
@@ -124,6 +173,7 @@ mod tests {
             device: "cpu".into(),
             model_recipe: "llama3_8b".into(),
             seed: 1,
+            repetition: 1,
             command: "mbperf -m llama -mr llama3_8b -g h100 -o x.csv".into(),
             ..RunFacts::default()
         }
@@ -144,7 +194,7 @@ mod tests {
             let mut facts = RunFacts { run_id: "second".into(), started_at: "later".into(), ..facts() };
             change(&mut facts);
             let rows = Row::without_outcome(&facts, &Options::default(), "skipped", "");
-            already_run(path, &rows, &[]).unwrap().pop()
+            already_run(path, &rows, Asked::default()).unwrap().pop().map(|(id, _)| id)
         };
         let (_folder, path) = written("ok", 2);
         assert_eq!(asked(&path, &|_| {}).as_deref(), Some("first"));
@@ -170,8 +220,11 @@ mod tests {
         // Cells that are asked for and that an earlier run did not leave.
         let rows = facts();
         let rows = Row::without_outcome(&rows, &Options::default(), "skipped", "");
-        assert_eq!(already_run(&path, &rows, &["command"]).unwrap().len(), 1);
-        assert!(already_run(&path, &rows, &["command", "step_time_ms_extrapolated"]).unwrap().is_empty());
+        let filled = |filled: &[&str]| already_run(&path, &rows, Asked { filled, strict: false }).unwrap();
+        assert_eq!(filled(&["command"]), [("first".to_owned(), 1)]);
+        assert!(filled(&["command", "step_time_ms_extrapolated"]).is_empty());
+        // These rows do not say that their times were steady.
+        assert!(already_run(&path, &rows, Asked { filled: &[], strict: true }).unwrap().is_empty());
         for (status, arms) in [("failed", 2), ("skipped", 2), ("ok", 1)] {
             let (_folder, path) = written(status, arms);
             assert_eq!(asked(&path, &|_| {}), None, "{status} {arms}");

@@ -390,16 +390,16 @@ fn b29_rows_pair_by_key_and_missing_ones_fail_by_name() {
     assert!(seen.stdout.contains("bas.csv cannot be read"), "{}", seen.stdout);
 }
 
+/// A run that left no figures.
+fn failed(name: &str) -> Results {
+    let rows = Results::default().run(name, 100.0, 1.25, 0.003).with("status", "failed");
+    let empty = ["speedup", "step_time_ms_median"].iter().fold(rows, |r, c| r.with(c, ""));
+    empty.with("status_reason", "out of memory")
+}
+
 #[test]
 fn b29_a_run_that_failed_is_a_missing_row() {
     let base = Results::three("base", 1.0, 1.0);
-    let failed = |name: &str| {
-        let rows = Results::default().run(name, 100.0, 1.25, 0.003).with("status", "failed");
-        ["speedup", "step_time_ms_median"]
-            .iter()
-            .fold(rows, |r, c| r.with(c, ""))
-            .with("status_reason", "out of memory")
-    };
     let seen = compare(&base, &failed("new"), &[]);
     assert_eq!(seen.code, 12);
     assert!(seen.stdout.contains("out of memory"), "{}", seen.stdout);
@@ -415,22 +415,43 @@ fn b29_a_run_that_failed_is_a_missing_row() {
 #[test]
 fn a_run_that_fails_beside_good_ones_is_no_pass() {
     let base = Results::three("base", 1.0, 1.0);
-    let failed = |name: &str| {
-        let rows = Results::default().run(name, 100.0, 1.25, 0.003).with("status", "failed");
-        ["speedup", "step_time_ms_median"]
-            .iter()
-            .fold(rows, |r, c| r.with(c, ""))
-            .with("status_reason", "out of memory")
-    };
     let new = Results::three("new", 1.0, 1.0).and(failed("new-3"));
     let seen = compare(&base, &new, &["--allow-missing"]);
     assert_eq!(seen.code, 12, "{}", seen.stdout);
     assert!(seen.stdout.contains("1 of 4 runs failed, none in base: out of memory"), "{}", seen.stdout);
     // It failed before as well: the others are compared.
     assert_eq!(code(&base.clone().and(failed("base-3")), &new, &[]), 0);
-    // Interrupted and taken up again is no failure.
-    let resumed = Results::three("new", 1.0, 1.0).and(failed("new-3").with("status", "interrupted"));
+    // What was not run is no failure.
+    let resumed = Results::three("new", 1.0, 1.0).and(failed("new-3").with("status", "skipped"));
     assert_eq!(code(&base, &resumed, &[]), 0);
+}
+
+#[test]
+fn arms_that_differ_in_any_run_are_no_pass() {
+    let base = Results::three("base", 1.0, 1.0);
+    let unequal = Results::default()
+        .run("odd", 100.0, 1.25, 0.003)
+        .with("status", "failed")
+        .with("digest_match", "false");
+    for (base, new) in [(&base, &base.clone().and(unequal.clone())), (&base.clone().and(unequal), &base)] {
+        let seen = compare(base, new, &["--allow-missing"]);
+        assert_eq!(seen.code, 12, "{}", seen.stdout);
+        assert!(seen.stdout.contains("the arms did not do the same work"), "{}", seen.stdout);
+    }
+}
+
+#[test]
+fn a_ratio_rests_on_both_arms() {
+    let base = Results::three("base", 1.0, 1.0);
+    // Rows alternate: eager, graph.
+    let seen = compare(&base, &Results::three("new", 1.0, 1.0).with_row(2, "steady_reached", "false"), &[]);
+    assert_eq!(seen.code, 11, "{}", seen.stdout);
+    assert!(seen.stdout.contains("not reached by the eager arm"), "{}", seen.stdout);
+    let new = Results::three("new", 1.0, 1.0);
+    assert_eq!(code(&base, &new.clone().with_row(2, "steady_reached", ""), &[]), 12);
+    let seen = compare(&base, &new.with_row(2, "speedup", "0.5"), &[]);
+    assert_eq!(seen.code, 12, "{}", seen.stdout);
+    assert!(seen.stdout.contains("the arms of one run have one"), "{}", seen.stdout);
 }
 
 #[test]

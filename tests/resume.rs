@@ -105,3 +105,86 @@ fn figures_that_a_row_lacks_are_measured() {
         assert_eq!(step(folder, ""), 6, "{option}");
     }
 }
+
+/// Sets a cell of the row at `row` (from 0), or drops the row.
+fn edit(folder: &Path, row: usize, change: Option<(&str, &str)>) {
+    let path = folder.join("x.csv");
+    let mut reader = csv::Reader::from_path(&path).unwrap();
+    let header = reader.headers().unwrap().clone();
+    let mut writer = csv::WriterBuilder::new().terminator(csv::Terminator::CRLF).from_writer(Vec::new());
+    writer.write_record(&header).unwrap();
+    for (at, record) in reader.records().map(Result::unwrap).enumerate() {
+        let cells = header.iter().zip(&record).map(|(name, cell)| match change {
+            Some((column, new)) if at == row && column == name => new,
+            _ => cell,
+        });
+        if at != row || change.is_some() {
+            writer.write_record(cells).unwrap();
+        }
+    }
+    std::fs::write(path, writer.into_inner().unwrap()).unwrap();
+}
+
+fn repetitions(folder: &Path) -> Vec<String> {
+    let mut reader = csv::Reader::from_path(folder.join("x.csv")).unwrap();
+    let at = reader.headers().unwrap().iter().position(|c| c == "repetition").unwrap();
+    reader.records().map(|r| r.unwrap()[at].to_owned()).collect()
+}
+
+#[test]
+fn the_repetitions_that_lack_are_made_under_their_own_numbers() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(run(folder, "-o x.csv --repeat 3").0, Some(0));
+    edit(folder, 2, None);
+    edit(folder, 2, None);
+    assert_eq!(repetitions(folder), ["1", "1", "3", "3"]);
+    assert_eq!(run(folder, "-o x.csv --repeat 3 --resume").0, Some(0));
+    assert_eq!(repetitions(folder), ["1", "1", "3", "3", "2", "2"]);
+    assert_eq!(run(folder, "-o x.csv --repeat 3 --resume").0, Some(0));
+    assert_eq!(repetitions(folder).len(), 6);
+}
+
+#[test]
+fn what_no_run_leaves_is_not_taken_for_one() {
+    for (column, cell) in [
+        ("step_time_ms_median", "abc"),
+        ("step_time_ms_median", "NaN"),
+        ("repetition", "0"),
+        ("verdict", "zzz"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        assert_eq!(run(folder, "-o x.csv").0, Some(0));
+        edit(folder, 1, Some((column, cell)));
+        let (code, said) = run(folder, "-o x.csv --resume");
+        assert_eq!(code, Some(2), "{column}={cell}: {said}");
+        assert!(said.contains(column), "{said}");
+    }
+    // A run without the proof or the figure is made again.
+    for (column, cell) in [("digest_match", "false"), ("digest_match", ""), ("step_time_ms_median", "")] {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        assert_eq!(run(folder, "-o x.csv").0, Some(0));
+        edit(folder, 1, Some((column, cell)));
+        assert_eq!(run(folder, "-o x.csv --resume").0, Some(0));
+        assert_eq!(rows(folder), 4, "{column}={cell}");
+    }
+}
+
+/// What `--strict` refused once is not let pass because it stands in the file.
+#[test]
+fn strict_looks_at_rows_of_the_file_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(run(folder, "-o x.csv --inject steady:throttled_clock").0, Some(0));
+    assert_eq!(run(folder, "-o x.csv --resume --inject steady:throttled_clock").0, Some(0));
+    assert_eq!(rows(folder), 2);
+    let again = |line: &str| {
+        run(folder, line);
+        rows(folder)
+    };
+    assert_eq!(again("-o x.csv --resume --strict --inject steady:throttled_clock"), 4);
+    let (_, said) = run(folder, "-o x.csv --resume --inject steady:throttled_clock --profile");
+    assert!(said.contains("--profile"), "{said}");
+}

@@ -102,6 +102,10 @@ impl HostModel {
 
     pub(super) fn parse(path: &str, text: &str) -> Result<Self, HostModelError> {
         let form = |reason: String| HostModelError::Form { path: path.into(), reason };
+        // A list would be taken for the fields in their order.
+        if !text.trim_start().starts_with('{') {
+            return Err(form("the file is no JSON object; docs/host_model.md describes its form".into()));
+        }
         let file: File = serde_json::from_str(text).map_err(|e| form(e.to_string()))?;
         file.into_model().map_err(form)
     }
@@ -126,6 +130,13 @@ impl HostModel {
             let names = PARTS.map(|(name, _)| name).join(", ");
             Err(format!("{place}: part {part:?} is not one of {names}"))
         };
+        // It stands in rows and tables.
+        if self.name.trim() != self.name || self.name.is_empty() || self.name.chars().any(char::is_control) {
+            return Err(format!(
+                "name {:?} is empty, or has blanks around it or control characters",
+                self.name
+            ));
+        }
         time("iteration_replay_ms", self.iteration_replay_ms)?;
         time("other_launch_ms", self.other_launch_ms)?;
         if self.layers.is_empty() {
@@ -136,6 +147,10 @@ impl HostModel {
             kind(&place, &point.layer)?;
             if point.tokens == 0 {
                 return Err(format!("{place}: tokens is 0"));
+            }
+            let same = |p: &&Point| (&p.layer, p.tokens) == (&point.layer, point.tokens);
+            if let Some(first) = self.layers[..i].iter().position(|p| same(&p)) {
+                return Err(format!("{place}: layer and tokens are those of layers[{first}]"));
             }
             for (name, ms) in point.forward_ms.iter().chain(&point.backward_ms) {
                 part(&place, name)?;

@@ -336,7 +336,10 @@ fn a_file_is_told_from_another_of_its_name_by_what_it_holds() {
     let (one, same) = (name(PYTORCH), name(PYTORCH));
     assert_eq!(one, same);
     assert!(one.starts_with("pytorch:") && one.len() == "pytorch:".len() + 8, "{one}");
-    assert_ne!(one, name(&PYTORCH.replace("\"iteration_replay_ms\": 0.298", "\"iteration_replay_ms\": 0.299")));
+    assert_ne!(
+        one,
+        name(&PYTORCH.replace("\"iteration_replay_ms\": 0.298", "\"iteration_replay_ms\": 0.299"))
+    );
     assert_eq!(pytorch().name, "pytorch");
 }
 

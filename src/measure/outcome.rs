@@ -295,7 +295,7 @@ impl Outcome {
 pub const UNDECIDED: &str = "undecided: raise --max_time, or leave out -ms";
 
 /// A loaded card's ordinary state, which both arms meet; told, but no disturbance.
-const POWER_CAP: &str = "sw_power_cap";
+pub const POWER_CAP: &str = "sw_power_cap";
 
 /// A step this much longer than its arm's 5th percentile did not run alone: the clock of an H200 at its power cap, alone,
 /// makes steps up to 20 % longer (measured), one that shares the GPU takes half as long again at least.

@@ -6,7 +6,7 @@ use super::interrupt::Interrupt;
 use super::open::{check_spin, choose_device, faults, open_device};
 use super::settings::{given, options, target};
 use super::{
-    conclude, held, in_turn, plan, profile, ranks, save_config, say, say_unseen, tally, threads, usage,
+    conclude, in_turn, lacking, plan, profile, ranks, save_config, say, say_unseen, tally, threads, usage,
 };
 use crate::args::Args;
 use crate::capture::RunPlan;
@@ -89,8 +89,11 @@ pub(super) fn one(
         facts.host_model_other_fraction =
             Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
     }
-    let held = if args.mbperf.resume { held(args, &facts, &options, &writer)? } else { 0 };
-    if held >= args.mbperf.repeat {
+    let repetitions = match args.mbperf.resume {
+        true => lacking(args, &facts, &options, &writer)?,
+        false => (1..=args.mbperf.repeat).collect(),
+    };
+    if repetitions.is_empty() {
         return Ok(0);
     }
     let told = Arc::new(Mutex::new(facts.clone()));
@@ -119,7 +122,7 @@ pub(super) fn one(
         Err(error) => return Err(error),
     };
     let mut both = job.open(faults)?;
-    let (code, outcomes) = job.repeat(&mut both, held)?;
+    let (code, outcomes) = job.repeat(&mut both, &repetitions)?;
     end(leader, both, &outcomes);
     if let Some(fault) = job.fault.filter(|f| !f.happened() && !outcomes.is_empty()) {
         complain(&format!(
@@ -237,13 +240,12 @@ impl Job<'_> {
         Ok(Ok(executor))
     }
 
-    /// Measures and writes until there are as many repetitions as were asked for; `held` are there already. Gives the
-    /// first exit code that is not 0.
-    fn repeat(&mut self, both: &mut Both, held: u32) -> anyhow::Result<(u8, Vec<Outcome>)> {
+    /// Measures and writes these repetitions. Gives the first exit code that is not 0.
+    fn repeat(&mut self, both: &mut Both, repetitions: &[u32]) -> anyhow::Result<(u8, Vec<Outcome>)> {
         let own = &self.args.mbperf;
         let (mut code, mut outcomes) = (0, Vec::new());
-        for repetition in held + 1..=own.repeat {
-            if repetition > held + 1 {
+        for &repetition in repetitions {
+            if !outcomes.is_empty() {
                 self.facts.run_id = run_id::new();
                 self.facts.started_at = run_id::utc_now();
             }
@@ -253,7 +255,7 @@ impl Job<'_> {
                 told.clone_from(&self.facts);
             }
             // A profiler is heard by every later launch of the process.
-            let last = !own.no_profile && repetition == own.repeat;
+            let last = !own.no_profile && repetitions.last() == Some(&repetition);
             self.options.busy = self.on_gpu && !own.no_samplers && last;
             self.options.profile = own.profile && last;
             let outcome = self.measure(both)?;

@@ -143,9 +143,9 @@ impl Key {
         KEY.iter().map(|f| f.name).zip(self.0.iter().map(String::as_str))
     }
 
-    /// The cells but that of `column`.
-    pub fn apart_from(&self, column: &str) -> Vec<&str> {
-        self.cells().filter(|(name, _)| *name != column).map(|(_, cell)| cell).collect()
+    /// The cells but those of `columns`.
+    pub fn apart_from(&self, columns: &[&str]) -> Vec<&str> {
+        self.cells().filter(|(name, _)| !columns.contains(name)).map(|(_, cell)| cell).collect()
     }
 
     pub fn get(&self, column: &str) -> &str {

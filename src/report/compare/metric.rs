@@ -107,6 +107,16 @@ impl Metric {
                         "empty: a CPU gives no speedup (--gate time compares step times)",
                     ));
                 }
+                if row.cell("speedup").is_empty() {
+                    let text = match row.cell("pairs") {
+                        "" => "empty: it was not measured (--gate time compares step times)".to_owned(),
+                        pairs => format!(
+                            "empty: too few pairs of blocks ({pairs}); measure longer (--max_time), or compare step times \
+                             (--gate time)"
+                        ),
+                    };
+                    return Err(row.wrong("speedup", &text));
+                }
                 let (figure, ci95) =
                     with_interval(row, "speedup", ["speedup_ci95_low", "speedup_ci95_high"])?;
                 Ok(Sample { cost: 1.0 / figure, ci95: ci95.map(|(low, high)| (1.0 / high, 1.0 / low)) })
@@ -144,7 +154,7 @@ fn same_work(row: &Record) -> Result<(), String> {
 }
 
 /// The row says whether its step times had settled, or had too few blocks to tell.
-fn known_steady(row: &Record) -> Result<(), String> {
+pub fn known_steady(row: &Record) -> Result<(), String> {
     let column = "steady_reached";
     match row.get(column) {
         Some("true" | "false") => Ok(()),

@@ -22,8 +22,9 @@ use crate::measure::stats::Interval;
 use crate::report::SCHEMA_VERSION;
 use judge::Scatter;
 use pair::{Pair, Runs};
+use read::Record;
 use serde::Serialize;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 /// Exit codes that `compare` alone has (DESIGN 6).
 pub const EXIT_REGRESSION: u8 = 10;
@@ -171,11 +172,21 @@ fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
     let telling = pair::telling(pairs);
     report.warnings.extend(warn::warnings(pairs, &telling));
     let mut reasoned: HashSet<String> = report.reasons.iter().cloned().collect();
+    // A ratio rests on both arms.
+    let mut of_run: HashMap<Vec<&str>, Vec<&Record>> = HashMap::new();
+    for pair in pairs {
+        let rows = of_run.entry(pair.key.apart_from(&ARMS)).or_default();
+        rows.extend(pair.base.records().into_iter().chain(pair.new.records()));
+    }
     for pair in pairs {
         let label = pair.key.label(&telling);
         let unlike = alike(pair, options, report);
         for metric in metric::of_gates(&options.gates).into_iter().filter(|m| m.applies(&pair.key)) {
-            let row = row(pair, &label, metric, &unlike, options);
+            let beside = match metric {
+                Metric::Speedup => of_run[&pair.key.apart_from(&ARMS)].clone(),
+                _ => pair.base.records().into_iter().chain(pair.new.records()).collect(),
+            };
+            let row = row(pair, &label, metric, &unlike, &beside, options);
             match row {
                 Ok(row) => report.rows.push(row),
                 Err(reasons) => {
@@ -240,15 +251,19 @@ fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
     names
 }
 
-/// A row with figures, or why there are none.
+/// Columns that tell the arms of a run apart.
+const ARMS: [&str; 2] = ["arm", "aa"];
+
+/// A row with figures, or why there are none. `beside`: the rows whose times must have settled for it.
 fn row(
     pair: &Pair,
     label: &str,
     metric: Metric,
     unlike: &[String],
+    beside: &[&Record],
     options: &Options,
 ) -> Result<Row, Vec<String>> {
-    let mut reasons = Vec::new();
+    let mut reasons: Vec<String> = beside.iter().filter_map(|r| metric::known_steady(r).err()).collect();
     if !unlike.is_empty() {
         reasons.push(format!("{label}: unlike in {}", unlike.join(", ")));
     }
@@ -286,12 +301,15 @@ fn row(
         row.notes.push("one run on one side: the other side's spread is used for both".into());
     }
     if change.interval_assumed {
-        row.notes.push(
-            "a run has no interval of its own (under eight pairs of blocks): a wide one is assumed".into(),
-        );
+        let few = if metric == Metric::Speedup { "eight pairs of blocks" } else { "six blocks of the arm" };
+        row.notes.push(format!("a run has no interval of its own (under {few}): a wide one is assumed"));
     }
-    if pair.base.records().iter().chain(&pair.new.records()).any(|r| r.cell("steady_reached") == "false") {
-        row.notes.push("steady state was not reached".into());
+    if let Some(unsteady) = beside.iter().find(|r| r.cell("steady_reached") == "false") {
+        row.notes.push(format!(
+            "steady state was not reached by the {} arm ({}): --allow-unsteady judges all the same",
+            unsteady.cell("arm"),
+            unsteady.place()
+        ));
         if !options.allow_unsteady {
             row.verdict = Verdict::Undecided;
         }

@@ -148,13 +148,14 @@ fn lacking(key: &Key, base: &Runs, new: &Runs, [base_keys, new_keys]: &[Side; 2]
 fn halves(side: &'static str, groups: &[(Key, Runs)], report: &mut Report) {
     let mut configurations: BTreeMap<Vec<&str>, Vec<&(Key, Runs)>> = BTreeMap::new();
     for group in groups {
-        configurations.entry(group.0.apart_from("arm")).or_default().push(group);
+        configurations.entry(group.0.apart_from(&["arm"])).or_default().push(group);
     }
     let ids = |runs: &Runs| -> BTreeSet<String> {
         let failed = runs.failed.iter().map(|r| r.cell("run_id").to_owned());
         runs.runs.iter().map(|(id, _)| (*id).to_owned()).chain(failed).collect()
     };
     for arms in configurations.values() {
+        contradictions(arms, report);
         let all: BTreeSet<String> = arms.iter().flat_map(|(_, runs)| ids(runs)).collect();
         for (key, runs) in arms {
             let own = ids(runs);
@@ -167,6 +168,19 @@ fn halves(side: &'static str, groups: &[(Key, Runs)], report: &mut Report) {
                 );
                 report.missing.push(Missing { side, label: key.label(&[]), reason, excusable: true });
             }
+        }
+    }
+}
+
+/// A run's speedup stands in the rows of both arms.
+fn contradictions(arms: &[&(Key, Runs)], report: &mut Report) {
+    let mut first: HashMap<(&str, &str), &Record> = HashMap::new();
+    for row in arms.iter().flat_map(|(_, runs)| runs.records()) {
+        let seen = first.entry((row.cell("run_id"), row.cell(REPEAT))).or_insert(row);
+        if seen.cell("speedup") != row.cell("speedup") {
+            let text =
+                format!("{:?}, and {:?} in {}", row.cell("speedup"), seen.cell("speedup"), seen.place());
+            report.reasons.push(row.wrong("speedup", &format!("the arms of one run have one: {text}")));
         }
     }
 }
@@ -214,6 +228,9 @@ fn side<'a>(
         });
         let runs = &mut groups[at].1;
         if record.cell("status") != "ok" {
+            if record.cell("digest_match") == "false" {
+                report.reasons.push(record.wrong("digest_match", "false: the arms did not do the same work"));
+            }
             runs.failed.push(record);
             continue;
         }
