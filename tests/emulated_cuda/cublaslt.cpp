@@ -1,6 +1,9 @@
 // A cuBLASLt for tests: bf16 operands, fp32 accumulation, one kernel a product. The heuristic offers two algorithms
-// that sum in different orders, so that a run that mixes them gives other bits.
+// that sum in different orders, so that a run that mixes them gives other bits. Products with a transposed B (weight
+// gradients to a row-major caller) count their blocks in a word of workspace, zeroed before each by a memset, as the
+// library's do: one that finds it not zero gives NaN.
 #include "runtime.h"
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <vector>
@@ -22,6 +25,7 @@ struct Product {
     int64_t lda, ldb, ldc, ldd, stride_a, stride_b, stride_c, stride_d;
     int m, n, k, columns, transposed_a, transposed_b, out, parts;
     float alpha, beta;
+    unsigned *counter, blocks;
 };
 // A block computes ROWS x COLUMNS of D.
 constexpr int ROWS = 64, COLUMNS = 32, AT_ONCE = 4;
@@ -33,7 +37,8 @@ uint16_t narrow(float x) {
     return x != x ? 0x7fff : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 void block(const void* params, unsigned index) {
-    const Product& p = *static_cast<const Product*>(params);
+    Product p = *static_cast<const Product*>(params);
+    if (p.counter && __atomic_fetch_add(p.counter, 1u, __ATOMIC_RELAXED) >= p.blocks) p.alpha = NAN;
     const int down = (p.m + ROWS - 1) / ROWS, across = (p.n + COLUMNS - 1) / COLUMNS, batch = index / (down * across);
     const int i0 = index % down * ROWS, j0 = index / down % across * COLUMNS;
     const int rows = p.m - i0 < ROWS ? p.m - i0 : ROWS;
@@ -80,10 +85,12 @@ void block(const void* params, unsigned index) {
         }
     }
 }
+size_t workspace_of(const Desc* d) { return d->transposed[1] ? 4 : 0; }
 bool ours(const Algo* a) { return (a->data[0] & ~0xffull) == MARK && (a->data[0] & 0xff) < 2; }
 }  // namespace
 
 extern "C" {
+int cuMemsetD8Async(uint64_t dst, unsigned char value, size_t bytes, void* stream);   // the emulated driver's
 int cublasLtCreate(void** h) { *h = (void*)8; return SUCCESS; }
 int cublasLtDestroy(void*) { return SUCCESS; }
 size_t cublasLtGetVersion() { return 130100; }
@@ -120,21 +127,23 @@ int cublasLtMatrixLayoutSetAttribute(Layout* l, int attribute, const void* value
     else return INVALID_VALUE;
     return SUCCESS;
 }
-int cublasLtMatmulAlgoCheck(void*, Desc*, Layout*, Layout*, Layout*, Layout*, const Algo* a, Heuristic* r) {
+int cublasLtMatmulAlgoCheck(void*, Desc* desc, Layout*, Layout*, Layout*, Layout*, const Algo* a, Heuristic* r) {
     memset(r, 0, sizeof *r);
     r->algo = *a;
+    r->workspace = workspace_of(desc);
     return r->state = ours(a) ? SUCCESS : INVALID_VALUE;
 }
-int cublasLtMatmulAlgoGetHeuristic(void*, Desc*, Layout*, Layout*, Layout*, Layout*, void*, int room, Heuristic* r, int* found) {
+int cublasLtMatmulAlgoGetHeuristic(void*, Desc* desc, Layout*, Layout*, Layout*, Layout*, void*, int room, Heuristic* r, int* found) {
     *found = room < 2 ? room : 2;
     for (int i = 0; i < *found; ++i) {
         memset(&r[i], 0, sizeof r[i]);
         r[i].algo.data[0] = MARK + i;
+        r[i].workspace = workspace_of(desc);
     }
     return SUCCESS;
 }
 int cublasLtMatmul(void*, Desc* desc, const float* alpha, const void* a, Layout* la, const void* b, Layout* lb, const float* beta,
-    const void* c, Layout* lc, void* d, Layout* ld, const Algo* algo, void*, size_t, void* stream) {
+    const void* c, Layout* lc, void* d, Layout* ld, const Algo* algo, void* workspace, size_t workspace_bytes, void* stream) {
     Product p = {};
     const int ta = desc->transposed[0], tb = desc->transposed[1];
     p.a = static_cast<const uint16_t*>(a); p.b = static_cast<const uint16_t*>(b); p.c = c; p.d = d;
@@ -149,6 +158,12 @@ int cublasLtMatmul(void*, Desc* desc, const float* alpha, const void* a, Layout*
     p.parts = 1 + (int)(algo->data[0] & 0xff);
     const char* names[] = {"emulated_matmul", "emulated_matmul_split"};
     const unsigned blocks = (unsigned)((p.m + ROWS - 1) / ROWS * ((p.n + COLUMNS - 1) / COLUMNS) * ld->batch);
+    if (workspace_of(desc)) {
+        if (workspace_bytes < 4) return INVALID_VALUE;
+        p.counter = static_cast<unsigned*>(workspace);
+        p.blocks = blocks;
+        if (cuMemsetD8Async((uint64_t)workspace, 0, 4, stream)) return EXECUTION_FAILED;
+    }
     return emulated_host_kernel(stream, names[p.parts - 1], blocks, 128, block, &p, sizeof p) ? EXECUTION_FAILED : SUCCESS;
 }
 }

@@ -116,6 +116,7 @@ struct Module { std::string image; std::vector<Copy> copies; };   // one a worke
 struct Function {
     Module* module; int place; std::string name; const EmuKernel* kernel; unsigned allowed_shared;
     void (*host)(const void*, unsigned);   // of a library, instead of a kernel
+    unsigned long host_bytes = 0;           // of its parameters
 };
 
 bool open_copy(Module& m, size_t worker) {
@@ -299,6 +300,7 @@ struct Node {
     Function* f = nullptr;
     Config config = {};
     std::vector<char> params;
+    std::vector<void*> pointers;                             // to each, for who asks
     Address dst = 0, src = 0;
     size_t bytes = 0;
     unsigned value = 0, width = 1;
@@ -439,6 +441,7 @@ bool covered(const Graph& g, const std::vector<int>& lasts, const std::vector<in
 }
 // CUDA_KERNEL_NODE_PARAMS and CUDA_MEMSET_NODE_PARAMS.
 struct KernelParams { Function* f; unsigned grid[3], block[3], shared; void **params, **extra, *kernel, *context; };
+struct LaunchConfig { unsigned grid[3], block[3], shared; Stream* stream; void* attributes; unsigned attributes_count; };
 struct MemsetParams { Address dst; size_t pitch; unsigned value, element; size_t width, height; };
 }  // namespace
 
@@ -614,11 +617,26 @@ R cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx
     }
     return put(s, std::move(n));
 }
+// A library's kernel has one parameter, its struct.
+R cuLaunchKernelEx(const LaunchConfig* c, Function* f, void** args, void** extra) {
+    if (c->attributes_count || extra) return INVALID_VALUE;
+    if (!f->host) return cuLaunchKernel(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream, args, extra);
+    Lock l(everything);
+    Node n;
+    n.kind = Node::KERNEL;
+    n.f = f;
+    memcpy(n.config.grid, c->grid, 12);
+    memcpy(n.config.block, c->block, 12);
+    n.config.shared = c->shared;
+    n.params.assign((const char*)args[0], (const char*)args[0] + f->host_bytes);
+    return put(c->stream, std::move(n));
+}
 int emulated_host_kernel(void* stream, const char* name, unsigned grid, unsigned block, void (*run)(const void*, unsigned), const void* params, unsigned long bytes) {
     Lock l(everything);
     static std::map<std::string, Function*> known;
     Function*& f = known[name];
     if (!f) f = new Function{nullptr, 0, name, nullptr, 0, run};
+    f->host_bytes = bytes;
     Node n;
     n.kind = Node::KERNEL;
     n.f = f;
@@ -697,8 +715,13 @@ R cuGraphKernelNodeGetParams_v2(Node* n, KernelParams* out) {
     memcpy(out->grid, n->config.grid, 12);
     memcpy(out->block, n->config.block, 12);
     out->shared = n->config.shared;
+    n->pointers.clear();
+    for (int i = 0; i < (n->f->host ? 1 : n->f->kernel->count); ++i) n->pointers.push_back(&n->params[8 * i]);
+    out->params = n->pointers.data();
     return SUCCESS;
 }
+// No attribute is set.
+R cuGraphKernelNodeGetAttribute(Node*, unsigned, void* value) { memset(value, 0, 64); return SUCCESS; }
 // CUDA_MEMCPY3D: the width in bytes, height and depth are its last three words.
 R cuGraphMemcpyNodeGetParams(Node* n, size_t* out) { memset(out, 0, 200); out[22] = n->bytes; out[23] = out[24] = 1; return SUCCESS; }
 R cuGraphMemsetNodeGetParams(Node* n, MemsetParams* out) {

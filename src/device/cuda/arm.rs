@@ -1,9 +1,11 @@
 //! One arm made ready: every launch prepared, equal ones once, and issued in order.
 
-use super::context::Context;
+use super::context::{Context, Stream};
+use super::counters::{self, Counters};
 use super::graph::Instance;
+use super::kernels::{Kernel, KernelLaunch};
 use super::lanes::{Dependencies, Lanes};
-use super::memory::Memory;
+use super::memory::{Memory, UTILITY};
 use super::prep::{CudaPrep, DevPtr, Issue, OfflinePrep};
 use super::target::Target;
 use super::work::Work;
@@ -19,11 +21,35 @@ use std::time::Duration;
 /// A launch that only has to be issued, and what it puts on a stream.
 #[derive(Debug)]
 pub(super) struct Prepared {
-    issue: Issue,
+    /// Zero the counters of this launch and of those after it.
+    zeroing: Vec<KernelLaunch>,
+    issue: Rc<Issue>,
     pub work: Vec<Work>,
+    /// To be zero when it starts.
+    counters: Vec<DevPtr>,
 }
 
-/// Launches by op, addresses and workspace: the same one is prepared once for both arms and all layers.
+impl Prepared {
+    fn new(mut issue: Issue, counters: &mut Counters) -> Result<Self, DeviceError> {
+        let counters = issue.launch_directly(counters)?;
+        let mut work = Vec::new();
+        issue.list_work(&mut work);
+        Ok(Self { zeroing: Vec::new(), issue: Rc::new(issue), work, counters })
+    }
+
+    /// The same with launches before it that zero.
+    fn behind(&self, zeroing: Vec<KernelLaunch>) -> Self {
+        let work = zeroing.iter().map(KernelLaunch::work).chain(self.work.iter().cloned()).collect();
+        Self { zeroing, issue: self.issue.clone(), work, counters: self.counters.clone() }
+    }
+
+    fn issue(&self, stream: &Stream, waited: &mut Duration) -> Result<(), DeviceError> {
+        self.zeroing.iter().try_for_each(|z| z.issue(stream.raw))?;
+        self.issue.issue(stream, waited)
+    }
+}
+
+/// Launches by op, addresses, workspace and lane: the same one is prepared once for both arms and all micro-batches.
 pub(super) type PreparedCache = HashMap<String, Rc<Prepared>>;
 
 #[derive(Debug)]
@@ -60,6 +86,42 @@ fn named(error: DeviceError, op: &str) -> DeviceError {
     }
 }
 
+/// Puts before the first launch of each stretch that has counters those that zero all of the stretch.
+fn zero_together(
+    kernel: &Kernel,
+    stretches: &[Option<usize>],
+    keys: &[String],
+    launches: &mut [Rc<Prepared>],
+    cache: &mut PreparedCache,
+) -> Result<(), DeviceError> {
+    let mut words: HashMap<usize, (usize, Vec<DevPtr>)> = HashMap::new();
+    for (i, stretch) in stretches.iter().enumerate() {
+        let counters = &launches[i].counters;
+        match stretch {
+            _ if counters.is_empty() => {}
+            Some(stretch) => words.entry(*stretch).or_insert_with(|| (i, Vec::new())).1.extend(counters),
+            None => {
+                return Err(DeviceError::internal(format!(
+                    "launch {i} counts, and nothing zeroes its counter"
+                )));
+            }
+        }
+    }
+    for (first, words) in words.into_values() {
+        // Segments that share a graph share its launches: one object for the same words.
+        let key = format!("zero {words:?} {}", keys[first]);
+        launches[first] = match cache.get(&key) {
+            Some(known) => known.clone(),
+            None => {
+                let made = Rc::new(launches[first].behind(counters::zeroing(kernel, &words)?));
+                cache.insert(key, made.clone());
+                made
+            }
+        };
+    }
+    Ok(())
+}
+
 impl Arm {
     pub fn prepare(
         context: &Rc<Context>,
@@ -67,31 +129,42 @@ impl Arm {
         memory: &Memory,
         plan: &ArmPlan,
         cache: &mut PreparedCache,
+        counters: &mut Counters,
     ) -> Result<Self, DeviceError> {
         let covered: usize = plan.segments.iter().map(|s| s.launches.len()).sum();
         if covered != plan.program.launches.len() {
             return Err(DeviceError::internal("the segments do not cover the program's launches"));
         }
         let mut launches = Vec::with_capacity(covered);
+        let stretches = counters::stretches(&plan.program.launches);
+        // How often a stretch has had a launch: two of one stretch share no counter.
+        let mut seen: HashMap<(usize, String), usize> = HashMap::new();
+        let mut keys = Vec::with_capacity(covered);
         for (i, launch) in plan.program.launches.iter().enumerate() {
             let args: Vec<DevPtr> =
                 launch.args.iter().map(|id| memory.address(plan, *id)).collect::<Result<_, _>>()?;
             let workspace = memory.workspace(plan, i);
-            let key = format!("{:?} {args:?} {workspace:?}", launch.op);
+            let mut key = format!("lane {} {:?} {args:?} {workspace:?}", launch.lane, launch.op);
+            if let Some(stretch) = stretches[i] {
+                let times = seen.entry((stretch, key.clone())).or_insert(0);
+                *times += 1;
+                key = format!("{times} {key}");
+            }
             let prepared = match cache.get(&key) {
                 Some(known) => known.clone(),
                 None => {
                     let issue =
                         launch.op.prepare(prep, &args, workspace).map_err(|e| named(e, launch.op.name()))?;
-                    let mut work = Vec::new();
-                    issue.list_work(&mut work);
-                    let made = Rc::new(Prepared { issue, work });
-                    cache.insert(key, made.clone());
+                    let made = Rc::new(Prepared::new(issue, counters)?);
+                    cache.insert(key.clone(), made.clone());
                     made
                 }
             };
             launches.push(prepared);
+            keys.push(key);
         }
+        let kernel = prep.kernel(UTILITY, "zero_counters", &[], 0)?;
+        zero_together(&kernel, &stretches, &keys, &mut launches, cache)?;
         let all = &plan.program.launches;
         let beside = |i: usize| all[i].lane > 0 || all[i].after.iter().any(|j| all[*j].lane > 0);
         let side_work = plan.segments.iter().map(|s| s.launches.clone().any(beside)).collect();
@@ -114,7 +187,7 @@ impl Arm {
             let stream = lanes.of(self.plan.program.launches[i].lane);
             let issued = self.dependencies.before(i, stream, graphed).and_then(|()| {
                 if omit != Some(i) {
-                    self.launches[i].issue.issue(stream, waited)?;
+                    self.launches[i].issue(stream, waited)?;
                 }
                 self.dependencies.after(i, stream)
             });

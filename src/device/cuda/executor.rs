@@ -8,6 +8,7 @@ use super::busy;
 use super::capture::{self, Setting};
 use super::context::{DeviceMemory, Event, MIB, PinnedMemory, copy_to_device, copy_to_host, in_phase};
 pub use super::cost::launch_cost;
+use super::counters::Counters;
 use super::cudnn::AttentionUse;
 use super::drain::Drain;
 use super::graph::Instance;
@@ -77,6 +78,8 @@ pub struct CudaExecutor {
     words: usize,
     lanes: Lanes,
     memory: Memory,
+    /// Kept for the products that count in them.
+    _counters: Counters,
     digest_words: DeviceMemory,
     monitor: Monitor,
     attention_use: AttentionUse,
@@ -128,6 +131,7 @@ impl CudaExecutor {
         };
         arm::warm((&session.target, context.sm_count), &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
+        let mut counters = Counters::new(context)?;
         let mut attention_use = AttentionUse::default();
         session.matmuls.borrow_mut().begin_run();
         let mut side = |arm| -> Result<Side, DeviceError> {
@@ -144,7 +148,7 @@ impl CudaExecutor {
                 sm_count: context.sm_count,
                 cc: session.target.cc,
             };
-            let ready = Ready::prepare(context, &mut prep, &memory, arm, &mut cache)?;
+            let ready = Ready::prepare(context, &mut prep, &memory, arm, &mut cache, &mut counters)?;
             let results = gather(&session, &mut prep, &memory, &ready, results.address(), words)?;
             Ok(Side { ready, results, names: None })
         };
@@ -178,6 +182,7 @@ impl CudaExecutor {
             words,
             lanes,
             memory,
+            _counters: counters,
             digest_words: context.alloc(digests * 8, "digests")?,
             monitor: Monitor::new(&context.uuid),
             attention_use,

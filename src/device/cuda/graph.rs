@@ -165,6 +165,13 @@ pub(super) fn read(graph: &Graph) -> Result<Nodes, DeviceError> {
     Ok(Nodes { work, ordered, count: nodes.len() })
 }
 
+/// The nodes of a graph that is one chain, in order.
+pub(super) fn in_order(graph: &Graph) -> Result<Option<Vec<sys::CUgraphNode>>, DeviceError> {
+    let nodes = nodes(graph)?;
+    let order = chain(nodes.len(), &edges(graph, &nodes)?);
+    Ok(order.map(|order| order.into_iter().map(|i| nodes[i]).collect()))
+}
+
 /// The order of a graph whose nodes form one chain; `None` for any other shape.
 fn chain(nodes: usize, edges: &[(usize, usize)]) -> Option<Vec<usize>> {
     let mut next = vec![None; nodes];
@@ -184,13 +191,18 @@ fn chain(nodes: usize, edges: &[(usize, usize)]) -> Option<Vec<usize>> {
     (order.len() == nodes).then_some(order)
 }
 
-fn work_of_node(node: sys::CUgraphNode) -> Result<Option<Work>, DeviceError> {
-    use sys::CUgraphNodeType_enum as Type;
+use sys::CUgraphNodeType_enum as Type;
+
+fn kind_of(node: sys::CUgraphNode) -> Result<Type, DeviceError> {
     let mut kind = Type::CU_GRAPH_NODE_TYPE_EMPTY;
     // SAFETY: the node belongs to a live graph; writes the type.
     check("cuGraphNodeGetType", unsafe { sys::cuGraphNodeGetType(node, &mut kind) })?;
-    match kind {
-        Type::CU_GRAPH_NODE_TYPE_KERNEL => kernel(node).map(Some),
+    Ok(kind)
+}
+
+fn work_of_node(node: sys::CUgraphNode) -> Result<Option<Work>, DeviceError> {
+    match kind_of(node)? {
+        Type::CU_GRAPH_NODE_TYPE_KERNEL => kernel(node)?.map(|p| kernel_work(&p)).transpose(),
         Type::CU_GRAPH_NODE_TYPE_MEMCPY => {
             let mut p = std::mem::MaybeUninit::<sys::CUDA_MEMCPY3D>::zeroed();
             // SAFETY: the node is a copy; the call fills the struct.
@@ -203,17 +215,7 @@ fn work_of_node(node: sys::CUgraphNode) -> Result<Option<Work>, DeviceError> {
             Ok(Some(Work::Copy { bytes: width * height.max(1) * depth.max(1) }))
         }
         Type::CU_GRAPH_NODE_TYPE_MEMSET => {
-            let mut p = sys::CUDA_MEMSET_NODE_PARAMS {
-                dst: 0,
-                pitch: 0,
-                value: 0,
-                elementSize: 0,
-                width: 0,
-                height: 0,
-            };
-            // SAFETY: the node is a memset; the call fills the struct.
-            check("cuGraphMemsetNodeGetParams", unsafe { sys::cuGraphMemsetNodeGetParams(node, &mut p) })?;
-            Ok(Some(Work::Set { bytes: p.width * p.elementSize as usize * p.height.max(1) }))
+            Ok(memset(node)?.map(|p| Work::Set { bytes: p.width * p.elementSize as usize * p.height.max(1) }))
         }
         // Joins of lanes.
         Type::CU_GRAPH_NODE_TYPE_EMPTY => Ok(None),
@@ -230,8 +232,24 @@ fn work_of_node(node: sys::CUgraphNode) -> Result<Option<Work>, DeviceError> {
     }
 }
 
-fn kernel(node: sys::CUgraphNode) -> Result<Work, DeviceError> {
+/// What a memset node sets; `None` for a node of another kind.
+pub(super) fn memset(node: sys::CUgraphNode) -> Result<Option<sys::CUDA_MEMSET_NODE_PARAMS>, DeviceError> {
+    if kind_of(node)? != Type::CU_GRAPH_NODE_TYPE_MEMSET {
+        return Ok(None);
+    }
+    let mut p =
+        sys::CUDA_MEMSET_NODE_PARAMS { dst: 0, pitch: 0, value: 0, elementSize: 0, width: 0, height: 0 };
+    // SAFETY: the node is a memset; the call fills the struct.
+    check("cuGraphMemsetNodeGetParams", unsafe { sys::cuGraphMemsetNodeGetParams(node, &mut p) })?;
+    Ok(Some(p))
+}
+
+/// What a kernel node launches; `None` for a node of another kind. The arguments are the node's own.
+pub(super) fn kernel(node: sys::CUgraphNode) -> Result<Option<sys::CUDA_KERNEL_NODE_PARAMS>, DeviceError> {
     use std::ptr::null_mut;
+    if kind_of(node)? != Type::CU_GRAPH_NODE_TYPE_KERNEL {
+        return Ok(None);
+    }
     let mut p = sys::CUDA_KERNEL_NODE_PARAMS {
         func: null_mut(),
         gridDimX: 0,
@@ -248,6 +266,49 @@ fn kernel(node: sys::CUgraphNode) -> Result<Work, DeviceError> {
     };
     // SAFETY: the node is a kernel; the call fills the struct.
     check("cuGraphKernelNodeGetParams_v2", unsafe { sys::cuGraphKernelNodeGetParams_v2(node, &mut p) })?;
+    Ok(Some(p))
+}
+
+/// An attribute of a kernel node, as bytes of its value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Attribute {
+    pub id: sys::CUlaunchAttributeID,
+    pub bytes: [u8; ATTRIBUTE_BYTES],
+}
+
+/// Size of `CUlaunchAttributeValue` (cuda.h).
+const ATTRIBUTE_BYTES: usize = 64;
+
+impl Attribute {
+    pub fn to_launch(&self) -> sys::CUlaunchAttribute {
+        let pad = self.bytes.map(|b| b as std::ffi::c_char);
+        sys::CUlaunchAttribute { id: self.id, pad: [0; 4], value: sys::CUlaunchAttributeValue { pad } }
+    }
+}
+
+/// Attributes of a kernel node that decide how it runs. One that the driver does not know of nodes is left out.
+pub(super) fn attributes(node: sys::CUgraphNode) -> Vec<Attribute> {
+    use sys::CUlaunchAttributeID_enum as Id;
+    let ids = [
+        Id::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+        Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
+        Id::CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION,
+        Id::CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+    ];
+    let one = |id| {
+        let mut value = sys::CUlaunchAttributeValue { pad: [0; ATTRIBUTE_BYTES] };
+        // SAFETY: the node is a kernel of a live graph; the call writes at most the union.
+        let code = unsafe { sys::cuGraphKernelNodeGetAttribute(node, id, &mut value) };
+        // SAFETY: all bytes were set above, or by the driver.
+        let bytes = unsafe { value.pad }.map(|b| b as u8);
+        (code == sys::CUresult::CUDA_SUCCESS).then_some(Attribute { id, bytes })
+    };
+    ids.into_iter().filter_map(one).collect()
+}
+
+/// [`Work`] of a kernel node.
+pub(super) fn kernel_work(p: &sys::CUDA_KERNEL_NODE_PARAMS) -> Result<Work, DeviceError> {
     let mut name = std::ptr::null();
     // A library's kernel may be known as a context-independent one only.
     let code = if p.func.is_null() {

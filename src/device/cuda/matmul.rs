@@ -2,6 +2,8 @@
 //! same kernels and a launch looks nothing up.
 
 use super::context::Context;
+use super::counters::Counters;
+use super::direct::Direct;
 use super::plan::{Handle, Operands, Plan};
 use super::prep::DevPtr;
 use super::work::Work;
@@ -129,7 +131,7 @@ impl Matmuls {
         }
         let c = if spec.accumulate { c } else { d };
         let key = PlanKey { spec: spec.clone(), alignment: [a, b, c, d].map(alignment) };
-        let call = Operands { a, b, c, d, workspace };
+        let call = Operands { a, b, c, d, workspace, workspace_bytes: Self::WORKSPACE_BYTES };
         let plan = match (self.plans.get(&key), &mut self.online) {
             (Some(plan), _) => plan.clone(),
             (None, None) => Rc::new(Plan::offline(spec)),
@@ -137,7 +139,7 @@ impl Matmuls {
         };
         self.used(&key, &plan);
         self.plans.insert(key, plan.clone());
-        Ok(MatmulPlan { plan, call })
+        Ok(MatmulPlan { plan, call, direct: None })
     }
 
     /// A plan for up to as many rows as `spec` has (`m`; `k` of a weight gradient), at operands whose addresses are
@@ -265,20 +267,41 @@ fn algo_of(bytes: &[u8]) -> Option<sys::cublasLtMatmulAlgo_t> {
     words.try_into().ok().map(|data| sys::cublasLtMatmulAlgo_t { data })
 }
 
-/// A product with its algorithm and addresses: one library call puts it on a stream.
+/// A product with its algorithm and addresses: one call puts it on a stream.
 #[derive(Debug)]
 pub struct MatmulPlan {
     plan: Rc<Plan>,
     call: Operands,
+    /// Instead of the library's call.
+    direct: Option<Direct>,
 }
 
 impl MatmulPlan {
     pub(super) fn issue(&self, stream: cudarc::driver::sys::CUstream) -> Result<(), DeviceError> {
-        self.plan.run(&self.call, stream)
+        match &self.direct {
+            Some(direct) => direct.issue(stream),
+            None => self.plan.run(&self.call, stream),
+        }
     }
+
+    /// From here on the kernel is launched by ourselves, where it can be. Gives the word that is to be zero whenever
+    /// it starts: who calls this sees to it.
+    pub(super) fn launch_directly(&mut self, counters: &mut Counters) -> Result<Option<DevPtr>, DeviceError> {
+        let Some(algo) = &self.plan.algo else { return Ok(None) };
+        let Some(word) = counters.next() else { return Ok(None) };
+        self.direct = self.plan.direct(algo, &self.call, word, &counters.stream)?;
+        Ok(self.direct.as_ref().map(|_| {
+            counters.keep();
+            word
+        }))
+    }
+
     /// The nodes that the driver recorded when the plan was captured alone.
     pub(super) fn work(&self) -> &[Work] {
-        &self.plan.work
+        match &self.direct {
+            Some(direct) => std::slice::from_ref(direct.work()),
+            None => &self.plan.work,
+        }
     }
 }
 

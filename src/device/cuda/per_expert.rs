@@ -60,7 +60,8 @@ impl Matmuls {
         [a, b, d]: [DevPtr; 3],
         workspace: DevPtr,
     ) -> Result<PerExpertCall, DeviceError> {
-        let operands = Operands { a, b, c: d, d, workspace };
+        let workspace_bytes = Self::WORKSPACE_BYTES;
+        let operands = Operands { a, b, c: d, d, workspace, workspace_bytes };
         let PerExpertSpec { n, k, layout, out, accumulate, .. } = spec;
         let doubled = std::iter::successors(Some(FEWEST_ROWS), |rows| rows.checked_mul(2));
         let fewer = doubled.take_while(|rows| *rows < spec.rows);

@@ -1,5 +1,9 @@
 //! One cuBLASLt product: its descriptors, the algorithms that may run it, and the call.
 
+use super::context::Stream;
+use super::counters::SLOT_BYTES;
+use super::direct::{COUNTER_BYTES, Direct};
+use super::graph::Capture;
 use super::matmul::{Layout, MatmulSpec, Matmuls, PlanKey};
 use super::prep::DevPtr;
 use super::work::Work;
@@ -62,6 +66,7 @@ pub(super) struct Operands {
     pub c: DevPtr,
     pub d: DevPtr,
     pub workspace: DevPtr,
+    pub workspace_bytes: usize,
 }
 
 /// Descriptors and algorithm of one spec. Handles are null without a device.
@@ -232,13 +237,36 @@ impl Plan {
 
     /// Whether a stored algorithm still runs this product.
     pub fn accepts(&self, algo: &sys::cublasLtMatmulAlgo_t) -> bool {
-        let Ok(handle) = self.raw_handle() else { return false };
+        self.workspace_of(algo).is_some_and(|bytes| bytes <= Matmuls::WORKSPACE_BYTES)
+    }
+
+    /// Bytes of workspace that an algorithm wants; `None` if it does not run this product.
+    fn workspace_of(&self, algo: &sys::cublasLtMatmulAlgo_t) -> Option<usize> {
+        let handle = self.raw_handle().ok()?;
         let mut result = blank_result();
         let [la, lb, lc, ld] = self.layouts;
         // SAFETY: all handles are valid; writes the result.
         let code =
             unsafe { sys::cublasLtMatmulAlgoCheck(handle, self.desc, la, lb, lc, ld, algo, &mut result) };
-        code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= Matmuls::WORKSPACE_BYTES
+        (code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS).then_some(result.workspaceSize)
+    }
+
+    /// The product as one launch of ours, with its counter at `counter` (of [`SLOT_BYTES`]); `None` if the library has
+    /// more to it. `stream`: where it is captured. Run the product once before, so that its code is loaded.
+    pub fn direct(
+        &self,
+        algo: &sys::cublasLtMatmulAlgo_t,
+        call: &Operands,
+        counter: DevPtr,
+        stream: &Stream,
+    ) -> Result<Option<Direct>, DeviceError> {
+        if self.workspace_of(algo).is_none_or(|bytes| !(COUNTER_BYTES..=SLOT_BYTES).contains(&bytes)) {
+            return Ok(None);
+        }
+        let call = Operands { workspace: counter, workspace_bytes: SLOT_BYTES, ..*call };
+        let capture = Capture::begin(stream)?;
+        self.run_with(algo, &call, stream.raw)?;
+        Direct::of(capture.end()?, counter, stream)
     }
 
     pub fn run(&self, call: &Operands, stream: cudarc::driver::sys::CUstream) -> Result<(), DeviceError> {
@@ -286,7 +314,7 @@ impl Plan {
         let pointer = |p: DevPtr| p.0 as *const c_void;
         let [la, lb, lc, ld] = self.layouts;
         // SAFETY: handles are valid; the operands have the shapes of the layouts (the op's arguments do); the
-        // workspace has WORKSPACE_BYTES; alpha and beta are read before the call returns (host pointer mode).
+        // workspace has the bytes that it says; alpha and beta are read before the call returns (host pointer mode).
         check("cublasLtMatmul", unsafe {
             sys::cublasLtMatmul(
                 handle,
@@ -303,7 +331,7 @@ impl Plan {
                 ld,
                 algo,
                 call.workspace.0 as *mut c_void,
-                Matmuls::WORKSPACE_BYTES,
+                call.workspace_bytes,
                 stream.cast(),
             )
         })
