@@ -23,11 +23,13 @@ pub(super) struct Direct {
     grid: [u32; 3],
     block: [u32; 3],
     shared_bytes: u32,
-    /// The node's own array of pointers to argument values.
+    /// The node's own array of pointers to argument values, or its own buffer of them (`extra`, which is how cuBLASLt
+    /// launches); the other is null.
     params: *mut *mut std::ffi::c_void,
+    extra: *mut *mut std::ffi::c_void,
     attributes: Vec<sys::CUlaunchAttribute>,
     work: Work,
-    /// Owns what `params` points to.
+    /// Owns what `params` or `extra` points to.
     _graph: Graph,
 }
 
@@ -49,9 +51,10 @@ impl Direct {
             let bytes = p.width * p.elementSize as usize * p.height.max(1);
             (p.dst, p.value, bytes) == (counter.0, 0, COUNTER_BYTES)
         });
-        let Some(p) = graph::kernel(kernel)?.filter(|p| zeroes && !p.kernelParams.is_null()) else {
+        let Some(p) = graph::kernel(kernel)?.filter(|_| zeroes) else { return Ok(None) };
+        if p.kernelParams.is_null() == p.extra.is_null() {
             return Ok(None);
-        };
+        }
         // What is zero throughout is not set; a cluster of no blocks would be refused.
         let attributes: Vec<Attribute> = graph::attributes(kernel);
         let set = attributes.iter().filter(|a| a.bytes.iter().any(|b| *b != 0));
@@ -62,6 +65,7 @@ impl Direct {
             block: [p.blockDimX, p.blockDimY, p.blockDimZ],
             shared_bytes: p.sharedMemBytes,
             params: p.kernelParams,
+            extra: p.extra,
             attributes: set.map(Attribute::to_launch).collect(),
             work: graph::kernel_work(&p)?,
             _graph: graph,
@@ -103,7 +107,7 @@ impl Direct {
         // arguments lives in `self`, the library (and so its code) as long as the plan that made it; the driver reads
         // arguments and attributes before it returns and changes neither.
         check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(&config, self.function, self.params, std::ptr::null_mut())
+            sys::cuLaunchKernelEx(&config, self.function, self.params, self.extra)
         })
     }
 
