@@ -220,6 +220,9 @@ fn a_profile_matches_every_kernel() {
             assert!(of("attn") > 0 && of("mlp") > 0 && of("optimizer") > 0, "{text}");
         }
         assert!(slices.iter().any(|s| s["pid"] == 2 && s["args"]["graph"] == true));
+        // The library's memset before each weight gradient (4 a layer, and the head's) is one launch a layer's pass.
+        let zeroing = |arm| slices.iter().filter(|s| s["pid"] == arm && s["name"] == "zero_counters").count();
+        assert_eq!([zeroing(1), zeroing(2)], [2 * (2 + 1); 2], "micro-batches, layers and the head: {text}");
         assert!(slices.iter().all(|s| s["pid"] == 2 || s["args"]["graph"] == false));
         let rows = records(&std::fs::read(&file).unwrap());
         let last = rows.len() - 2;
