@@ -470,6 +470,73 @@ fn half_a_run_is_a_missing_row() {
     }
 }
 
+/// Three runs of one arm against itself.
+fn against_itself(name: &str, arm: &str) -> Results {
+    let mut runs = Results::three(&format!("{name}-{arm}"), 1.0, 0.8).with("arm", arm);
+    let side = runs.at("aa");
+    runs.rows.iter_mut().enumerate().for_each(|(at, row)| row[side] = ["a", "b"][at % 2].into());
+    runs
+}
+
+#[test]
+fn runs_of_an_arm_against_itself_stand_beside_others_of_the_configuration() {
+    let both = |name: &str| against_itself(name, "eager").and(against_itself(name, "graph"));
+    let all = |name: &str| Results::three(name, 1.0, 1.0).and(both(name));
+    for (base, new, ratios) in [
+        (both("base"), both("new"), 2),
+        (both("base"), both("base"), 2),
+        (all("base"), all("new"), 3),
+        (against_itself("base", "graph"), against_itself("new", "graph"), 1),
+    ] {
+        let seen = compare(&base, &new, &[]);
+        assert_eq!(seen.code, 0, "{}", seen.stdout);
+        assert_eq!(seen.json["missing"], serde_json::json!([]));
+        assert_eq!(seen.json["rows"].as_array().unwrap().len(), ratios);
+    }
+    // A row of either side tells of its own run alone: the others pass.
+    let unsteady = all("new").with_row(6, "steady_reached", "false");
+    let seen = compare(&all("base"), &unsteady, &[]);
+    let verdicts = seen.json["rows"].as_array().unwrap().iter().filter(|r| r["verdict"] == "undecided");
+    assert_eq!((seen.code, verdicts.count()), (11, 1), "{}", seen.stdout);
+    let torn = all("new").with_row(6, "speedup", "0.5");
+    let seen = compare(&all("base"), &torn, &[]);
+    assert_eq!((seen.code, seen.json["reasons"].as_array().unwrap().len()), (12, 1), "{}", seen.stdout);
+    assert!(seen.stdout.contains("the arms of one run have one"), "{}", seen.stdout);
+}
+
+#[test]
+fn half_a_run_of_an_arm_against_itself_is_a_missing_row() {
+    let whole = |name: &str| against_itself(name, "eager").and(against_itself(name, "graph"));
+    for side in 0..2 {
+        // One of three runs, and every run: nothing is there to be told from then.
+        let one = |at: &usize| *at != 2 + side;
+        let every = |at: &usize| at / 6 == 1 || at % 2 != side;
+        for (keep, lacking) in [(&one as &dyn Fn(&usize) -> bool, "1 of its 3"), (&every, "3 of its 3")] {
+            let half = |name: &str| {
+                let mut half = whole(name);
+                let rows = half.rows.iter().enumerate().filter(|(at, _)| keep(at));
+                half.rows = rows.map(|(_, row)| row.clone()).collect();
+                half
+            };
+            let part = format!("eager {}: {lacking} runs have no row of this side", ["a", "b"][side]);
+            for (base, new) in [(whole("base"), half("new")), (half("base"), half("new"))] {
+                let seen = compare(&base, &new, &[]);
+                assert_eq!(seen.code, 12, "{}", seen.stdout);
+                assert!(seen.stdout.contains(&part), "{part}: {}", seen.stdout);
+                assert_eq!(code(&base, &new, &["--allow-missing"]), 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn recorded_runs_against_themselves_pass() {
+    // Both arms of two models, each against itself.
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("results/h200/aa.csv");
+    let seen = files(std::slice::from_ref(&file), std::slice::from_ref(&file), &[]);
+    assert_eq!(seen.code, 0, "{}", seen.stdout);
+}
+
 #[test]
 fn b29_each_gate_has_its_threshold() {
     let base = Results::three("base", 1.0, 1.0);

@@ -1,6 +1,7 @@
 //! Result files as records by column name. Strict: whole records of a known header, or a reason why not. Either
 //! dialect; a record holds plain cells, as [`crate::report::Value::cell`] gives them.
 
+use super::keys::{SIDE_OF_AA, SIDES_OF_AA};
 use crate::report::columns::{COLUMNS, Kind, SCHEMA_VERSION, Value, possible};
 use crate::report::dialect::Dialect;
 use std::collections::HashMap;
@@ -146,7 +147,7 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
 /// Words of text columns that hold no others; any of them may be empty.
 const WORDS: [(&str, &[&str]); 3] = [
     ("verdict", &["faster", "slower", "equivalent", "undecided"]),
-    ("aa", &["a", "b"]),
+    (SIDE_OF_AA, &SIDES_OF_AA),
     ("stopped_by", &["precision", "max_time", "max_steps"]),
 ];
 
