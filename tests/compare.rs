@@ -729,13 +729,15 @@ fn outputs_replace_no_input_and_nothing_but_reports() {
         (&["--json", "x", "--markdown", "x"], "would both write x"),
         (&["--markdown", "notes.md"], "notes.md is there and is no Markdown report"),
         (&["--json", "config.json"], "config.json is there and is no JSON report"),
+        (&["--json", "-"], "give --format json"),
+        (&["--markdown", "-"], "give --format markdown"),
     ] {
         let (code, err) = run(options);
         assert_eq!(code, 2, "{options:?}: {err}");
         assert!(err.contains(said), "{options:?}: {err}");
         assert_eq!(kept.map(|name| std::fs::read(at(name)).unwrap()), before, "{options:?}");
     }
-    assert!(!at("x").exists());
+    assert!(!at("x").exists() && !at("-").exists());
     // Reports are replaced by reports, and a device may be named twice.
     for _ in 0..2 {
         assert_eq!(run(&["--json", "report.json", "--markdown", "report.md"]).0, 0);
@@ -863,6 +865,31 @@ fn broken_files_are_named() {
     }
     // What is no plain file is wrong use, as for every command.
     assert_eq!(files(&[base], &[folder.path().into()], &[]).code, 2);
+}
+
+/// A number that was cut is one: the row alone does not tell.
+#[test]
+fn a_last_line_without_its_end_may_be_cut() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = Results::three("base", 1.0, 1.0).save(folder.path(), "base.csv");
+    let mut new = Results::three("new", 1.0, 1.0);
+    let speedup = new.at("speedup");
+    new.header.push("speedup".into());
+    new.header.remove(speedup);
+    new.rows.iter_mut().for_each(|row| {
+        let cell = row.remove(speedup);
+        row.push(cell);
+    });
+    let whole = new.bytes();
+    assert!(whole.ends_with(b",1.2525\r\n"));
+    let cut = folder.path().join("cut.csv");
+    for (lacking, expected) in [(0, 0), (1, 0), (2, 12), (3, 12), (5, 12)] {
+        std::fs::write(&cut, &whole[..whole.len() - lacking]).unwrap();
+        let seen = files(std::slice::from_ref(&base), std::slice::from_ref(&cut), &[]);
+        assert_eq!(seen.code, expected, "{lacking}: {}", seen.stdout);
+        let told = seen.stdout.contains("cut.csv: its last line has no line end");
+        assert_eq!(told, expected == 12, "{lacking}: {}", seen.stdout);
+    }
 }
 
 #[test]

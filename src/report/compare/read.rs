@@ -125,6 +125,14 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     if let Some(column) = NEEDED.iter().find(|c| !columns.contains_key(**c)) {
         return Err(format!("{name} holds no results of mbperf: it has no column {column}"));
     }
+    // A number that was cut short is a number, and the row looks whole. Row and end are written at once: without the end
+    // nothing says that the row is.
+    if !bytes.ends_with(b"\n") && !bytes.ends_with(b"\r") {
+        return Err(format!(
+            "{name}: its last line has no line end, as if it was cut short while it was written: remove that line, or end it \
+             if it is whole"
+        ));
+    }
     let kinds: Vec<Kind> = header
         .iter()
         .map(|name| COLUMNS.iter().find(|c| c.name == name).map_or(Kind::Text, |c| c.kind))
