@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Every figure under results/h200/, on a machine with a GPU (PyTorch and compute-sanitizer beside it): builds nothing.
+# Every figure that results/h200/ holds, on a machine with a GPU (PyTorch and compute-sanitizer beside it): builds nothing.
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
+# Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side ops verdict
 #        host_model pages
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
-out=${2:-results/h200}
+out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
 parts=${*:-selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side ops pages}
 mkdir -p "$out"

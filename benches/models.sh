@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Rows of the models beyond llama and qwen3 dense/MoE, and the rates of their own ops, on a machine with a GPU.
 # usage: benches/models.sh [MBPERF [OUTPUT FOLDER [PART ...]]]   parts: mamba latent delta sinks images recompute pipeline ops
+# Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # DRYRUN=1: plans every row and runs none (no GPU needed).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
-out=${2:-results/h200}
+out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
 parts=${*:-mamba latent delta sinks images recompute pipeline ops}
 mkdir -p "$out"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
-out=${2:-results/h200}
+out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
 mkdir -p "$out"
 PYTHONPATH=benches:${PYTHONPATH:-} python3 benches/side_by_side.py "$mbperf" "$out/side_by_side.csv" "$@"

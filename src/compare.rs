@@ -110,6 +110,14 @@ fn check_outputs(args: &CompareArgs) -> anyhow::Result<()> {
         ("--markdown", &args.markdown, print::MARKDOWN_START, "Markdown report of `mbperf compare`"),
     ];
     for (option, path, start, kind) in outputs {
+        if path.as_deref() == Some(Path::new(file::STDOUT)) {
+            let form = option.trim_start_matches('-');
+            return Err(Usage(format!(
+                "{option} -: standard output holds a report already: give --format {form} to have it in this form, or \
+                 name a file"
+            ))
+            .into());
+        }
         if let Some(path) = path {
             paths.replaces(option, path, start.as_bytes(), kind);
         }

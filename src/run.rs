@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
 
+mod alone;
 mod asked;
 mod beside;
 mod facts;
@@ -38,6 +39,7 @@ mod settings;
 mod tally;
 mod threads;
 
+use alone::alone;
 use asked::{dry_run, list_variants};
 use interrupt::Interrupt;
 use one::one;
@@ -93,6 +95,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         ));
     }
     let book = report_files::book(args)?;
+    let _alone = alone(args, &target(&resolved, args))?;
     let start = start.as_ref();
     let code = sweep::each([resolved], |resolved| one(resolved, args, &interrupt, book.as_ref(), start));
     report_files::save(args, book.as_deref(), code)

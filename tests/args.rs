@@ -136,6 +136,21 @@ fn help_names_every_option_with_its_short_forms() {
     assert!(!page.contains("--inject"));
 }
 
+#[test]
+fn the_brief_help_has_every_option_and_says_less_of_it() {
+    let page = |line: &str| {
+        let Err(ArgsError::Show(page)) = read(line) else { panic!("no help") };
+        page
+    };
+    let (whole, brief) = (page("--help"), page("-h"));
+    assert!(brief.lines().count() * 3 < whole.lines().count() * 2, "{brief}");
+    assert!(brief.lines().all(|l| l.len() <= 110) && brief.contains("mbperf --help"), "{brief}");
+    let command = <Args as clap::CommandFactory>::command();
+    let shown = command.get_arguments().filter(|a| !a.is_hide_set());
+    let longs: Vec<String> = shown.filter_map(|a| a.get_long()).map(|l| format!("--{l}")).collect();
+    assert!(longs.len() > 80 && longs.iter().all(|l| whole.contains(l) && brief.contains(l)), "{brief}");
+}
+
 /// `-dq` is two flags: no alias may read as such a bundle, and no two options share a name.
 #[test]
 fn aliases_are_no_bundles_and_unique() {

@@ -470,6 +470,73 @@ fn half_a_run_is_a_missing_row() {
     }
 }
 
+/// Three runs of one arm against itself.
+fn against_itself(name: &str, arm: &str) -> Results {
+    let mut runs = Results::three(&format!("{name}-{arm}"), 1.0, 0.8).with("arm", arm);
+    let side = runs.at("aa");
+    runs.rows.iter_mut().enumerate().for_each(|(at, row)| row[side] = ["a", "b"][at % 2].into());
+    runs
+}
+
+#[test]
+fn runs_of_an_arm_against_itself_stand_beside_others_of_the_configuration() {
+    let both = |name: &str| against_itself(name, "eager").and(against_itself(name, "graph"));
+    let all = |name: &str| Results::three(name, 1.0, 1.0).and(both(name));
+    for (base, new, ratios) in [
+        (both("base"), both("new"), 2),
+        (both("base"), both("base"), 2),
+        (all("base"), all("new"), 3),
+        (against_itself("base", "graph"), against_itself("new", "graph"), 1),
+    ] {
+        let seen = compare(&base, &new, &[]);
+        assert_eq!(seen.code, 0, "{}", seen.stdout);
+        assert_eq!(seen.json["missing"], serde_json::json!([]));
+        assert_eq!(seen.json["rows"].as_array().unwrap().len(), ratios);
+    }
+    // A row of either side tells of its own run alone: the others pass.
+    let unsteady = all("new").with_row(6, "steady_reached", "false");
+    let seen = compare(&all("base"), &unsteady, &[]);
+    let verdicts = seen.json["rows"].as_array().unwrap().iter().filter(|r| r["verdict"] == "undecided");
+    assert_eq!((seen.code, verdicts.count()), (11, 1), "{}", seen.stdout);
+    let torn = all("new").with_row(6, "speedup", "0.5");
+    let seen = compare(&all("base"), &torn, &[]);
+    assert_eq!((seen.code, seen.json["reasons"].as_array().unwrap().len()), (12, 1), "{}", seen.stdout);
+    assert!(seen.stdout.contains("the arms of one run have one"), "{}", seen.stdout);
+}
+
+#[test]
+fn half_a_run_of_an_arm_against_itself_is_a_missing_row() {
+    let whole = |name: &str| against_itself(name, "eager").and(against_itself(name, "graph"));
+    for side in 0..2 {
+        // One of three runs, and every run: nothing is there to be told from then.
+        let one = |at: &usize| *at != 2 + side;
+        let every = |at: &usize| at / 6 == 1 || at % 2 != side;
+        for (keep, lacking) in [(&one as &dyn Fn(&usize) -> bool, "1 of its 3"), (&every, "3 of its 3")] {
+            let half = |name: &str| {
+                let mut half = whole(name);
+                let rows = half.rows.iter().enumerate().filter(|(at, _)| keep(at));
+                half.rows = rows.map(|(_, row)| row.clone()).collect();
+                half
+            };
+            let part = format!("eager {}: {lacking} runs have no row of this side", ["a", "b"][side]);
+            for (base, new) in [(whole("base"), half("new")), (half("base"), half("new"))] {
+                let seen = compare(&base, &new, &[]);
+                assert_eq!(seen.code, 12, "{}", seen.stdout);
+                assert!(seen.stdout.contains(&part), "{part}: {}", seen.stdout);
+                assert_eq!(code(&base, &new, &["--allow-missing"]), 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn recorded_runs_against_themselves_pass() {
+    // Both arms of two models, each against itself.
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("results/h200/aa.csv");
+    let seen = files(std::slice::from_ref(&file), std::slice::from_ref(&file), &[]);
+    assert_eq!(seen.code, 0, "{}", seen.stdout);
+}
+
 #[test]
 fn b29_each_gate_has_its_threshold() {
     let base = Results::three("base", 1.0, 1.0);
@@ -662,13 +729,15 @@ fn outputs_replace_no_input_and_nothing_but_reports() {
         (&["--json", "x", "--markdown", "x"], "would both write x"),
         (&["--markdown", "notes.md"], "notes.md is there and is no Markdown report"),
         (&["--json", "config.json"], "config.json is there and is no JSON report"),
+        (&["--json", "-"], "give --format json"),
+        (&["--markdown", "-"], "give --format markdown"),
     ] {
         let (code, err) = run(options);
         assert_eq!(code, 2, "{options:?}: {err}");
         assert!(err.contains(said), "{options:?}: {err}");
         assert_eq!(kept.map(|name| std::fs::read(at(name)).unwrap()), before, "{options:?}");
     }
-    assert!(!at("x").exists());
+    assert!(!at("x").exists() && !at("-").exists());
     // Reports are replaced by reports, and a device may be named twice.
     for _ in 0..2 {
         assert_eq!(run(&["--json", "report.json", "--markdown", "report.md"]).0, 0);
@@ -796,6 +865,31 @@ fn broken_files_are_named() {
     }
     // What is no plain file is wrong use, as for every command.
     assert_eq!(files(&[base], &[folder.path().into()], &[]).code, 2);
+}
+
+/// A number that was cut is one: the row alone does not tell.
+#[test]
+fn a_last_line_without_its_end_may_be_cut() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = Results::three("base", 1.0, 1.0).save(folder.path(), "base.csv");
+    let mut new = Results::three("new", 1.0, 1.0);
+    let speedup = new.at("speedup");
+    new.header.push("speedup".into());
+    new.header.remove(speedup);
+    new.rows.iter_mut().for_each(|row| {
+        let cell = row.remove(speedup);
+        row.push(cell);
+    });
+    let whole = new.bytes();
+    assert!(whole.ends_with(b",1.2525\r\n"));
+    let cut = folder.path().join("cut.csv");
+    for (lacking, expected) in [(0, 0), (1, 0), (2, 12), (3, 12), (5, 12)] {
+        std::fs::write(&cut, &whole[..whole.len() - lacking]).unwrap();
+        let seen = files(std::slice::from_ref(&base), std::slice::from_ref(&cut), &[]);
+        assert_eq!(seen.code, expected, "{lacking}: {}", seen.stdout);
+        let told = seen.stdout.contains("cut.csv: its last line has no line end");
+        assert_eq!(told, expected == 12, "{lacking}: {}", seen.stdout);
+    }
 }
 
 #[test]

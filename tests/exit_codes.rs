@@ -1,6 +1,8 @@
 //! Exit codes and one-line messages of wrong use, hostile numbers, recipe files and injected faults.
 
 use crate::common::binary::{self, RUN, cell, fails, names, records, run, text};
+use mbperf::device::Phase;
+use mbperf::device::inject::Kind;
 use std::fs;
 use tempfile::tempdir;
 
@@ -226,20 +228,20 @@ const SMALL: &str = "--num_layers 1 --hidden_size 64";
 #[test]
 fn injected_faults() {
     let dir = tempdir().unwrap();
-    let step = ["equality", "warmup", "first_replay", "switch", "steady", "final_check"];
-    for phase in ["prepare", "capture", "instantiate", "upload"].into_iter().chain(step) {
-        let graph = ["capture", "instantiate", "upload"].contains(&phase);
-        let proved = ["switch", "steady", "final_check"].contains(&phase);
+    for phase in Phase::ALL.iter().copied() {
+        let proved = [Phase::Switch, Phase::Steady, Phase::FinalCheck].contains(&phase);
         // So many that there is a final check.
         let steps = if proved { 20 } else { 8 };
-        let mut kinds = vec![("driver_error", if graph { 4 } else { 1 }), ("out_of_memory", 5)];
-        if step.contains(&phase) {
-            kinds.extend([("not_finite", 1), ("row_overflow", 1)]);
-        }
-        if phase == "capture" || step.contains(&phase) {
-            kinds.push(("wrong_result", 6));
-        }
-        for (kind, code) in kinds {
+        for of in Kind::ALL.iter().copied().filter(|k| k.shows_in(phase)) {
+            let code = match of {
+                Kind::DriverError if phase.makes_graphs() => 4,
+                Kind::DriverError | Kind::NotFinite | Kind::RowOverflow => 1,
+                Kind::OutOfMemory => 5,
+                Kind::WrongResult => 6,
+                // No run fails of them: `measuring` and the guard's own tests.
+                Kind::SlowStep | Kind::ThrottledClock | Kind::Hang => continue,
+            };
+            let kind = of.name();
             let fault = format!("{phase}:{kind}");
             let line =
                 format!("{RUN} {SMALL} -ms {steps} -q -o {phase}_{kind}.csv --repeat 3 --inject {fault}");
@@ -247,7 +249,7 @@ fn injected_faults() {
             assert!(!said.contains("nothing saw it"), "{fault}: {said}");
             let rows = records(&fs::read(dir.path().join(format!("{phase}_{kind}.csv"))).unwrap());
             // Without a device there is nothing to repeat on.
-            assert_eq!(rows.len(), if phase == "prepare" { 3 } else { 7 }, "{fault}");
+            assert_eq!(rows.len(), if phase == Phase::Prepare { 3 } else { 7 }, "{fault}");
             for row in 2..rows.len() - 1 {
                 assert_eq!(
                     cell(&rows, row, "status"),

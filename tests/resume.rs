@@ -172,6 +172,31 @@ fn what_no_run_leaves_is_not_taken_for_one() {
     }
 }
 
+/// Two would make the same runs.
+#[test]
+fn a_file_that_another_process_resumes_is_left_to_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let lock = std::fs::File::create(folder.join(".x.csv.resume")).unwrap();
+    lock.lock().unwrap();
+    for more in ["", " --sweep"] {
+        let line =
+            format!("-m llama -mr llama3_8b -g h100 --device cpu -sl 16 -ms 5 -q -o x.csv --resume{more}");
+        let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
+        let output = command.current_dir(folder).args(line.split_whitespace()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("another process resumes x.csv") && said.lines().count() == 1, "{said}");
+        assert!(!folder.join("x.csv").exists());
+    }
+    // Who does not ask what is there may add to it.
+    assert_eq!(run(folder, "-o x.csv").0, Some(0));
+    drop(lock);
+    assert_eq!(run(folder, "-o x.csv --resume").0, Some(0));
+    assert_eq!(rows(folder), 2);
+    assert!(!folder.join(".x.csv.resume").exists());
+}
+
 /// What `--strict` refused once is not let pass because it stands in the file.
 #[test]
 fn strict_looks_at_rows_of_the_file_too() {

@@ -63,10 +63,10 @@ pub struct CompareArgs {
     /// Form of the report on standard output
     #[arg(long, value_name = "FORM", default_value = "table")]
     pub format: ReportFormat,
-    /// Also write the report to this file as JSON
+    /// Also write the report to this file as JSON; standard output has it with `--format json`
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Also write the report to this file as Markdown
+    /// Also write the report to this file as Markdown; standard output has it with `--format markdown`
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
 }

@@ -10,8 +10,20 @@ const WIDTH: usize = 100;
 /// Column at which an option's description begins.
 const INDENT: usize = 10;
 
-/// The whole page.
-pub fn render(main: &mut Command, subcommands: &Command) -> String {
+/// The same on the brief page: what follows an option on its own line.
+const BRIEF_INDENT: usize = 42;
+
+/// How much the page says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Length {
+    /// `-h`: what each option is, in its first clause.
+    Brief,
+    /// `--help`
+    Whole,
+}
+
+/// The page.
+pub fn render(main: &mut Command, subcommands: &Command, length: Length) -> String {
     main.build();
     let mut page = format!("{}\n\n", main.get_about().map(ToString::to_string).unwrap_or_default());
     page += "Usage: mbperf -m FAMILY -mr RECIPE -g GPU [OPTIONS] [KEY=VALUE]...\n       mbperf COMMAND\n\n";
@@ -36,9 +48,9 @@ pub fn render(main: &mut Command, subcommands: &Command) -> String {
             !a.is_positional() && !a.is_hide_set() && a.get_help_heading().unwrap_or("Other") == group
         };
         for arg in main.get_arguments().filter(ours) {
-            page += &option(arg);
+            page += &option(arg, length);
         }
-        for refused in REFUSED.iter().filter(|r| r.group == group) {
+        for refused in REFUSED.iter().filter(|r| r.group == group && length == Length::Whole) {
             let names: Vec<String> = refused
                 .options
                 .iter()
@@ -51,11 +63,15 @@ pub fn render(main: &mut Command, subcommands: &Command) -> String {
             page += &wrap(&format!("Refused ({}): {}", refused.reason, names.join(", ")), 2);
         }
     }
+    if length == Length::Brief {
+        page +=
+            "\n`mbperf --help` says all of every option, its choices and its default, and what is refused.\n";
+    }
     page
 }
 
 /// `  -gb, --global_batch_size <N>` and its description on the next line.
-fn option(arg: &Arg) -> String {
+fn option(arg: &Arg, length: Length) -> String {
     let mut names: Vec<String> = arg.get_short().map(|c| format!("-{c}")).into_iter().collect();
     names.extend(arg.get_visible_aliases().unwrap_or_default().iter().map(|a| format!("-{a}")));
     names.push(format!("--{}", arg.get_long().unwrap_or_default()));
@@ -66,6 +82,10 @@ fn option(arg: &Arg) -> String {
         .and_then(|v| v.first())
         .map_or(String::new(), |v| format!(" <{v}>"));
     let mut text = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    let names = names.join(", ");
+    if length == Length::Brief {
+        return brief(&format!("  {names}{value}"), &text);
+    }
     let choices: Vec<String> = arg.get_possible_values().iter().map(|v| v.get_name().to_owned()).collect();
     if takes && !choices.is_empty() && !arg.is_hide_possible_values_set() {
         let _ = write!(text, " [{}]", choices.join(", "));
@@ -73,7 +93,17 @@ fn option(arg: &Arg) -> String {
     if let (true, Some(default)) = (takes, arg.get_default_values().first()) {
         let _ = write!(text, " [default: {}]", default.to_string_lossy());
     }
-    format!("  {}{value}\n{}", names.join(", "), wrap(&text, INDENT))
+    format!("  {names}{value}\n{}", wrap(&text, INDENT))
+}
+
+/// An option with the first clause of its description beside it, or below where the names are long.
+fn brief(names: &str, text: &str) -> String {
+    let ends = ["; ", ". ", ": "].iter().filter_map(|end| text.find(end));
+    let told = wrap(&text[..ends.min().unwrap_or(text.len())], BRIEF_INDENT);
+    match names.len() < BRIEF_INDENT {
+        true => format!("{names:<BRIEF_INDENT$}{}", &told[BRIEF_INDENT..]),
+        false => format!("{names}\n{told}"),
+    }
 }
 
 /// Lines of at most [`WIDTH`] columns, each indented.

@@ -241,7 +241,9 @@ where
     let (mut args, given) = match read {
         Ok(read) => read,
         Err(e) if e.kind() == ErrorKind::DisplayHelp => {
-            return Err(ArgsError::Show(help::render(&mut Args::command(), &SubCli::command())));
+            let whole = tokens.iter().any(|t| t == "--help");
+            let length = if whole { help::Length::Whole } else { help::Length::Brief };
+            return Err(ArgsError::Show(help::render(&mut Args::command(), &SubCli::command(), length)));
         }
         Err(e) => return Err(from_clap(e)),
     };

@@ -348,7 +348,8 @@ pub struct Mbperf {
     /// Arms that do not fit in memory together are timed one after the other: of a sweep.
     #[arg(skip)]
     pub in_turn: bool,
-    /// Do not run again what is in the output file already: the same configuration, every row ok
+    /// Do not run again what is in the output file already: the same configuration, every row ok. One process at a time
+    /// resumes a file
     #[arg(long)]
     pub resume: bool,
     /// Folder of your own recipes, looked at before the built-in ones

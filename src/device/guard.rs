@@ -175,7 +175,7 @@ impl Executor for Guarded {
         self.watched(&[], |e| e.wait(step))
     }
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
-        self.watched(&[Phase::Capture, Phase::Instantiate, Phase::Upload], |e| e.capture())
+        self.watched(&Phase::OF_CAPTURE, |e| e.capture())
     }
     fn destroy_graphs(&mut self) -> Result<(), DeviceError> {
         self.watched(&[], |e| e.destroy_graphs())
@@ -238,18 +238,6 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::sync::mpsc;
 
-    const PHASES: [Phase; 9] = [
-        Phase::Prepare,
-        Phase::Equality,
-        Phase::Warmup,
-        Phase::Capture,
-        Phase::Instantiate,
-        Phase::Upload,
-        Phase::FirstReplay,
-        Phase::Switch,
-        Phase::Steady,
-    ];
-
     struct NoSteps;
     impl crate::measure::StepSink for NoSteps {
         fn steps(&mut self, _: &[crate::measure::StepRecord]) -> std::io::Result<()> {
@@ -270,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_slow_step_in_any_phase_decides_nothing() {
-        for phase in PHASES {
+        for phase in Phase::ALL.iter().copied() {
             let (outcome, after) = measure(Beat::default(), Some(Inject::new(phase, Kind::SlowStep, 1)));
             assert_eq!(outcome.status.exit_code(), 0, "{phase}");
             assert_eq!(outcome.verdict, Some(Verdict::Faster), "{phase}");
@@ -284,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_throttled_clock_is_told_and_refused_by_strict() {
-        for phase in PHASES {
+        for phase in Phase::ALL.iter().copied() {
             let (outcome, after) =
                 measure(Beat::default(), Some(Inject::new(phase, Kind::ThrottledClock, 1)));
             assert_eq!(outcome.status.exit_code(), 0, "{phase}");
@@ -299,7 +287,7 @@ mod tests {
 
     #[test]
     fn a_hang_is_seen_and_its_phase_named() {
-        for phase in PHASES {
+        for phase in Phase::ALL.iter().copied() {
             let beat = Beat::default();
             let (sender, receiver) = mpsc::channel();
             let limit = Duration::from_millis(300);

@@ -1,5 +1,6 @@
 //! Faults on demand (`--inject phase:kind[:n]`), so that the paths of failure are tested on every device.
 
+use super::named::named;
 use super::{Arm, DeviceError, Finished, Phase};
 use crate::program::{BufId, Lifetime, Program};
 use std::fmt;
@@ -7,37 +8,28 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// The driver refuses the call.
-    DriverError,
-    OutOfMemory,
-    /// The step and all later ones of its arm compute something else, or a launch is missing from a graph.
-    WrongResult,
-    /// The loss is not a number.
-    NotFinite,
-    /// More rows than the bound.
-    RowOverflow,
-    /// A step takes far longer than the others.
-    SlowStep,
-    /// A reading of the card says that its clocks were held back.
-    ThrottledClock,
-    /// A device call does not come back.
-    Hang,
+named! {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Kind {
+        /// The driver refuses the call.
+        DriverError = "driver_error",
+        OutOfMemory = "out_of_memory",
+        /// The step and all later ones of its arm compute something else, or a launch is missing from a graph.
+        WrongResult = "wrong_result",
+        /// The loss is not a number.
+        NotFinite = "not_finite",
+        /// More rows than the bound.
+        RowOverflow = "row_overflow",
+        /// A step takes far longer than the others.
+        SlowStep = "slow_step",
+        /// A reading of the card says that its clocks were held back.
+        ThrottledClock = "throttled_clock",
+        /// A device call does not come back.
+        Hang = "hang",
+    }
 }
 
 impl Kind {
-    const NAMES: [(&'static str, Kind); 8] = [
-        ("driver_error", Kind::DriverError),
-        ("out_of_memory", Kind::OutOfMemory),
-        ("wrong_result", Kind::WrongResult),
-        ("not_finite", Kind::NotFinite),
-        ("row_overflow", Kind::RowOverflow),
-        ("slow_step", Kind::SlowStep),
-        ("throttled_clock", Kind::ThrottledClock),
-        ("hang", Kind::Hang),
-    ];
-
     /// Disturbs a run without an error: [`super::guard::Guarded`] provokes it on any device.
     pub fn disturbs(self) -> bool {
         matches!(self, Kind::SlowStep | Kind::ThrottledClock | Kind::Hang)
@@ -45,9 +37,8 @@ impl Kind {
 
     /// What a device returns for it in `phase`; `None` for a kind that shows in the results of a step.
     pub fn error(self, phase: Phase) -> Option<DeviceError> {
-        let graph = matches!(phase, Phase::Capture | Phase::Instantiate | Phase::Upload);
         match self {
-            Kind::DriverError if graph => {
+            Kind::DriverError if phase.makes_graphs() => {
                 Some(DeviceError::Capture { phase, message: "an injected driver error".to_owned() })
             }
             Kind::DriverError => Some(DeviceError::Driver {
@@ -82,13 +73,12 @@ impl Kind {
     }
 
     /// Whether it can show in `phase`: results are those of steps, and of a capture that lacks a launch.
-    fn shows_in(self, phase: Phase) -> bool {
-        let step = !matches!(phase, Phase::Prepare | Phase::Capture | Phase::Instantiate | Phase::Upload);
+    pub fn shows_in(self, phase: Phase) -> bool {
         match self {
             Kind::DriverError | Kind::OutOfMemory => true,
             Kind::SlowStep | Kind::ThrottledClock | Kind::Hang => true,
-            Kind::WrongResult => step || phase == Phase::Capture,
-            Kind::NotFinite | Kind::RowOverflow => step,
+            Kind::WrongResult => phase.has_steps() || phase == Phase::Capture,
+            Kind::NotFinite | Kind::RowOverflow => phase.has_steps(),
         }
     }
 }
@@ -124,8 +114,7 @@ impl Eq for Inject {}
 /// As it is typed.
 impl fmt::Display for Inject {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let kind = Kind::NAMES.iter().find(|k| k.1 == self.kind).map_or("", |k| k.0);
-        write!(f, "{}:{kind}:{}", self.phase, self.nth)
+        write!(f, "{}:{}:{}", self.phase, self.kind.name(), self.nth)
     }
 }
 
@@ -180,38 +169,17 @@ impl Inject {
     }
 }
 
-const PHASES: [Phase; 10] = [
-    Phase::Prepare,
-    Phase::Equality,
-    Phase::Warmup,
-    Phase::Capture,
-    Phase::Instantiate,
-    Phase::Upload,
-    Phase::FirstReplay,
-    Phase::Switch,
-    Phase::Steady,
-    Phase::FinalCheck,
-];
-
 impl FromStr for Inject {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let phases = || PHASES.map(|p| p.to_string()).join(", ");
-        let kinds = || Kind::NAMES.map(|k| k.0).join(", ");
+        let (phases, kinds) = (Phase::names(), Kind::names());
         let mut parts = text.split(':');
         let (Some(phase), Some(kind)) = (parts.next(), parts.next()) else {
-            return Err(format!("{text:?} is not phase:kind[:n]; phases: {}; kinds: {}", phases(), kinds()));
+            return Err(format!("{text:?} is not phase:kind[:n]; phases: {phases}; kinds: {kinds}"));
         };
-        let phase = PHASES
-            .into_iter()
-            .find(|p| p.to_string() == phase)
-            .ok_or_else(|| format!("no phase {phase:?}; there are {}", phases()))?;
-        let kind = Kind::NAMES
-            .into_iter()
-            .find(|k| k.0 == kind)
-            .ok_or_else(|| format!("no kind {kind:?}; there are {}", kinds()))?
-            .1;
+        let phase = Phase::named(phase).ok_or_else(|| format!("no phase {phase:?}; there are {phases}"))?;
+        let kind = Kind::named(kind).ok_or_else(|| format!("no kind {kind:?}; there are {kinds}"))?;
         if !kind.shows_in(phase) {
             return Err(format!(
                 "{text:?}: a result has no place in the phase {phase}; use driver_error there"
@@ -296,12 +264,30 @@ mod tests {
 
     #[test]
     fn a_disturbance_has_its_place_in_every_phase_and_is_no_devices_to_make() {
-        for (name, kind) in Kind::NAMES.into_iter().filter(|k| k.1.disturbs()) {
-            for phase in PHASES {
-                assert_eq!(format!("{phase}:{name}").parse(), Ok(Inject::new(phase, kind, 1)));
-                assert!(matches!(kind.error(phase), Some(DeviceError::Internal(_))), "{phase}:{name}");
+        for kind in Kind::ALL.iter().copied().filter(|k| k.disturbs()) {
+            for phase in Phase::ALL.iter().copied() {
+                let fault = format!("{phase}:{}", kind.name());
+                assert_eq!(fault.parse(), Ok(Inject::new(phase, kind, 1)));
+                assert!(matches!(kind.error(phase), Some(DeviceError::Internal(_))), "{fault}");
             }
         }
+    }
+
+    /// Whoever tries a fault takes its name from the page.
+    #[test]
+    fn the_docs_list_every_phase_and_kind() {
+        let page = include_str!("../../docs/ci.md");
+        for kind in Kind::ALL {
+            let row =
+                page.lines().find(|l| l.starts_with("| `") && l.contains(&format!("`{}`", kind.name())));
+            assert!(row.is_some(), "docs/ci.md has no row of {}", kind.name());
+        }
+        let page = page.split_whitespace().collect::<Vec<_>>().join(" ");
+        let steps: Vec<&str> = Phase::ALL.iter().filter(|p| p.has_steps()).map(|p| p.name()).collect();
+        let (last, others) = steps.split_last().unwrap();
+        let told =
+            format!("Phases: {}; those of steps are {} and {last}.", Phase::names(), others.join(", "));
+        assert!(page.contains(&told), "docs/ci.md does not say: {told}");
     }
 
     proptest! {

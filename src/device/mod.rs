@@ -7,47 +7,53 @@ pub mod fake;
 pub mod guard;
 pub mod host;
 pub mod inject;
+mod named;
 pub mod record;
 
 use crate::ranks::control::RankStep;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a device was doing when it failed, and what a step belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Phase {
-    /// Before step 0: kernels, plans, memory.
-    Prepare,
-    /// K steps of each arm from the seed; never timed.
-    Equality,
-    Warmup,
-    Capture,
-    Instantiate,
-    Upload,
-    FirstReplay,
-    /// First steps after a change of arm.
-    Switch,
-    /// The only phase that enters a statistic.
-    Steady,
-    /// A few steps of each arm from the seed once more, after timing.
-    FinalCheck,
+named::named! {
+    /// What a device was doing when it failed, and what a step belongs to; in the order of a run.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Phase {
+        /// Before step 0: kernels, plans, memory.
+        Prepare = "prepare",
+        /// K steps of each arm from the seed; never timed.
+        Equality = "equality",
+        Warmup = "warmup",
+        Capture = "capture",
+        Instantiate = "instantiate",
+        Upload = "upload",
+        FirstReplay = "first_replay",
+        /// First steps after a change of arm.
+        Switch = "switch",
+        /// The only phase that enters a statistic.
+        Steady = "steady",
+        /// A few steps of each arm from the seed once more, after timing.
+        FinalCheck = "final_check",
+    }
+}
+
+impl Phase {
+    /// What one call of [`Executor::capture`] goes through.
+    pub const OF_CAPTURE: [Phase; 3] = [Phase::Capture, Phase::Instantiate, Phase::Upload];
+
+    pub fn makes_graphs(self) -> bool {
+        Self::OF_CAPTURE.contains(&self)
+    }
+
+    /// Whether steps are run in it.
+    pub fn has_steps(self) -> bool {
+        self != Phase::Prepare && !self.makes_graphs()
+    }
 }
 
 impl fmt::Display for Phase {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Phase::Prepare => "prepare",
-            Phase::Equality => "equality",
-            Phase::Warmup => "warmup",
-            Phase::Capture => "capture",
-            Phase::Instantiate => "instantiate",
-            Phase::Upload => "upload",
-            Phase::FirstReplay => "first_replay",
-            Phase::Switch => "switch",
-            Phase::Steady => "steady",
-            Phase::FinalCheck => "final_check",
-        })
+        f.write_str(self.name())
     }
 }
 

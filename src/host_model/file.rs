@@ -106,7 +106,11 @@ impl HostModel {
         if !text.trim_start().starts_with('{') {
             return Err(form("the file is no JSON object; docs/host_model.md describes its form".into()));
         }
-        let file: File = serde_json::from_str(text).map_err(|e| form(e.to_string()))?;
+        let mut reader = serde_json::Deserializer::from_str(text);
+        // Which of many tables holds what is wrong.
+        let file: File = serde_path_to_error::deserialize(&mut reader)
+            .map_err(|e| form(format!("{}: {}", e.path(), e.inner())))?;
+        reader.end().map_err(|e| form(e.to_string()))?;
         file.into_model().map_err(form)
     }
 

@@ -3,6 +3,7 @@
 //! they are not, `benches/calibrate_host_model.py` measures them anew.
 
 mod file;
+mod once;
 #[cfg(test)]
 mod tests;
 
@@ -36,7 +37,9 @@ struct Point {
     /// Tokens of a micro-batch on a rank.
     tokens: usize,
     /// Milliseconds of the forward pass by part.
+    #[serde(deserialize_with = "once::once")]
     forward_ms: BTreeMap<String, f64>,
+    #[serde(deserialize_with = "once::once")]
     backward_ms: BTreeMap<String, f64>,
 }
 
@@ -76,6 +79,27 @@ pub struct Coverage {
     pub other_launches: usize,
     /// All launches a step of the eager arm.
     pub launches: usize,
+    /// Kinds of layers that the program has and the table has nothing of.
+    pub unknown_kinds: BTreeSet<&'static str>,
+}
+
+impl Coverage {
+    pub fn other_fraction(&self) -> f64 {
+        self.other_launches as f64 / self.launches.max(1) as f64
+    }
+
+    /// What the fraction alone would leave to be guessed: that a whole kind of layer is not in the model.
+    pub fn notice(&self, model: &str) -> Option<String> {
+        let kinds: Vec<&str> = self.unknown_kinds.iter().copied().collect();
+        (!kinds.is_empty()).then(|| {
+            format!(
+                "The host model {model} has no {} layers: each of their launches takes other_launch_ms, as {:.0} % of this \
+                 step's launches do, so that what is modelled rests on that one figure there.",
+                kinds.join(" and no "),
+                self.other_fraction() * 100.0
+            )
+        })
+    }
 }
 
 impl HostModel {
@@ -127,7 +151,10 @@ impl HostModel {
     pub fn costs(&self, plan: &RunPlan, tokens: usize) -> (HostCosts, Coverage) {
         let (eager, other_launches) = self.arm(&plan.eager, tokens);
         let graph = plan.graph.as_ref().map(|arm| self.arm(arm, tokens).0);
-        let coverage = Coverage { other_launches, launches: plan.eager.program.launches.len() };
+        let mut unknown_kinds: BTreeSet<&str> = layer_kinds(&plan.eager.program).into_values().collect();
+        unknown_kinds.retain(|kind| !self.layers.iter().any(|p| p.layer == *kind));
+        let launches = plan.eager.program.launches.len();
+        let coverage = Coverage { other_launches, launches, unknown_kinds };
         (HostCosts { eager, graph }, coverage)
     }
 

@@ -318,10 +318,32 @@ fn files_are_read_strictly() {
     assert!(
         of_replays(", \"forward_ms\": 0.175", negative).contains("module_replays[1]: forward_ms is -0.5 ms")
     );
+    // The last of two would win, and which was meant is not known.
+    for table in ["forward_ms", "backward_ms"] {
+        let twice = with(&format!("\"{table}\": {{"), &format!("\"{table}\": {{\"attn\": 0.1, "));
+        let named = format!("layers[0].{table}: part \"attn\" is stated twice");
+        assert!(twice.contains(&named), "{twice}");
+    }
+    assert!(with("\"iteration_replay_ms\"", "\"name\"").contains("duplicate field `name`"));
+    let more = HostModel::parse("x.json", &format!("{PYTORCH} {{}}")).unwrap_err().to_string();
+    assert!(more.contains("trailing"), "{more}");
     assert!(HostModel::parse("x.json", "{").is_err());
     let missing = HostModel::load("no/such/file.json").unwrap_err().to_string();
     assert!(missing.contains("no/such/file.json") && missing.contains("calibrate"), "{missing}");
     assert!(HostModel::load("bare").unwrap().is_none());
+}
+
+#[test]
+fn a_kind_of_layer_that_the_model_lacks_is_told_in_words() {
+    let (plan, tokens) = plan_of(&format!("{QWEN} -sl 512 --cuda_graph_scope attn"));
+    let notice = |model: &HostModel| model.costs(&plan, tokens).1.notice(&model.name);
+    assert_eq!(notice(&pytorch()), None);
+    let mut without = pytorch();
+    without.layers.retain(|p| p.layer != "moe");
+    let said = notice(&without).unwrap();
+    let share = without.costs(&plan, tokens).1.other_fraction();
+    assert!(share > 0.5 && said.contains(&format!("as {:.0} %", share * 100.0)), "{said}");
+    assert!(said.starts_with("The host model pytorch has no moe layers:"), "{said}");
 }
 
 /// Files that earlier versions of the script wrote.

@@ -5,12 +5,20 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
+/// What some options take for standard output.
+pub const STDOUT: &str = "-";
+
 /// Why nothing is written to what stands at `path`: a pipe would be waited for, or the rows lost in it. A device such as
 /// /dev/null may be named.
 ///
 /// # Errors
 /// The reason, for a person.
 pub fn check_output(path: &Path) -> Result<(), String> {
+    if path == Path::new(STDOUT) {
+        return Err(format!(
+            "this goes into a file, not to standard output (a file of that name is ./{STDOUT})"
+        ));
+    }
     let Ok(found) = path.metadata() else { return Ok(()) };
     match kind(&found) {
         Kind::Plain | Kind::Device => Ok(()),

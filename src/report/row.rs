@@ -75,6 +75,8 @@ pub struct RunFacts {
     pub host_model: String,
     /// Share of the launches that the host model has no part for.
     pub host_model_other_fraction: Option<f64>,
+    /// What the host model has nothing of, in words.
+    pub host_model_notice: Option<String>,
     /// Which of `--repeat`'s measurements, from 1 on.
     pub repetition: usize,
     /// `--extrapolate`.

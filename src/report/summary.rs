@@ -213,6 +213,7 @@ fn round4(x: f64) -> f64 {
 /// What the figures do not tell, and what disturbed them.
 fn caveats(facts: &RunFacts, outcome: &Outcome) -> Vec<String> {
     let mut notes = outcome.notices.clone();
+    notes.extend(facts.host_model_notice.clone());
     if facts.device == "cpu" {
         notes.push("Times of the CPU device say nothing about a GPU; it shows that the run works.".into());
         return notes;

@@ -86,8 +86,8 @@ pub(super) fn one(
         let (costs, coverage) = model.costs(&plan, RankShare::of(&resolved.config)?.tokens);
         options.host_costs = Some(costs);
         facts.host_model = model.name.clone();
-        facts.host_model_other_fraction =
-            Some(coverage.other_launches as f64 / coverage.launches.max(1) as f64);
+        facts.host_model_other_fraction = Some(coverage.other_fraction());
+        facts.host_model_notice = coverage.notice(&model.name);
     }
     let repetitions = match args.mbperf.resume {
         true => lacking(args, &facts, &options, &writer)?,

@@ -1,7 +1,7 @@
 //! `--sweep`: every legal scope that is worth a try, narrowest first, one run each; a table and a recommendation.
 
 use super::interrupt::Interrupt;
-use super::{check, one, plan, say, say_notices, usage};
+use super::{alone, check, one, plan, say, say_notices, target, usage};
 use crate::args::{Args, ScopeList, impl_name};
 use crate::capture::RunPlan;
 use crate::config::{GraphImpl, Scope};
@@ -152,8 +152,11 @@ pub(super) fn run(
             _ => Ok(0),
         };
     }
+    // For all scopes: between two of them nobody else may begin.
+    let mut _alone = None;
     if let Some(first) = jobs.first() {
         say_notices(&first.resolved, args);
+        _alone = alone(args, &target(&first.resolved, args))?;
     }
     let names: Vec<&str> = jobs.iter().map(|j| j.scope.as_str()).collect();
     say(args, &format!("--sweep: {} scopes, narrowest first: {}", names.len(), names.join("; ")));

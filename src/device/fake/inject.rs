@@ -71,7 +71,7 @@ impl<E: Executor> Executor for Injected<E> {
     }
 
     fn capture(&mut self) -> Result<GraphCost, DeviceError> {
-        for phase in [Phase::Capture, Phase::Instantiate, Phase::Upload] {
+        for phase in Phase::OF_CAPTURE {
             if self.fault.fire(phase).is_some() {
                 match self.error() {
                     Some(error) => return Err(error),

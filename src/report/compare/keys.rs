@@ -72,8 +72,11 @@ pub const KEY: [Field; 27] = [
     asked("host_model", Always),
     asked(WORKLOAD, Always),
     asked("arm", Always),
-    asked("aa", Perhaps),
+    asked(SIDE_OF_AA, Perhaps),
 ];
+/// The sides of an arm that was timed against itself (`--aa`); empty in runs of two arms.
+pub const SIDE_OF_AA: &str = "aa";
+pub const SIDES_OF_AA: [&str; 2] = ["a", "b"];
 /// Settings of the command that have no column, in one text: see [`super::workload`]. Read from the column `command`.
 pub const WORKLOAD: &str = "workload";
 
@@ -143,9 +146,27 @@ impl Key {
         KEY.iter().map(|f| f.name).zip(self.0.iter().map(String::as_str))
     }
 
-    /// The cells but those of `columns`.
-    pub fn apart_from(&self, columns: &[&str]) -> Vec<&str> {
-        self.cells().filter(|(name, _)| !columns.contains(name)).map(|(_, cell)| cell).collect()
+    /// The column that tells the rows of one run apart: its arms, or the sides of an arm timed against itself.
+    pub fn told_apart_by(&self) -> &'static str {
+        if self.get(SIDE_OF_AA).is_empty() { "arm" } else { SIDE_OF_AA }
+    }
+
+    /// What the rows of one run have in common, with the columns' names: without them a run of two arms could be taken for
+    /// one of an arm against itself.
+    pub fn of_run(&self) -> Vec<(&'static str, &str)> {
+        self.cells().filter(|(name, _)| *name != self.told_apart_by()).collect()
+    }
+
+    /// Keys of both rows of a run of an arm against itself; none of a run of two arms, where one may stand alone.
+    pub fn of_both_sides(&self) -> Vec<Key> {
+        if self.told_apart_by() != SIDE_OF_AA {
+            return vec![];
+        }
+        let of = |side: &str| {
+            let cells = self.cells().map(|(name, cell)| if name == SIDE_OF_AA { side } else { cell });
+            Key(cells.map(str::to_owned).collect())
+        };
+        SIDES_OF_AA.map(of).into()
     }
 
     pub fn get(&self, column: &str) -> &str {

@@ -172,10 +172,10 @@ fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
     let telling = pair::telling(pairs);
     report.warnings.extend(warn::warnings(pairs, &telling));
     let mut reasoned: HashSet<String> = report.reasons.iter().cloned().collect();
-    // A ratio rests on both arms.
-    let mut of_run: HashMap<Vec<&str>, Vec<&Record>> = HashMap::new();
+    // A ratio rests on both rows of a run.
+    let mut of_run: HashMap<_, Vec<&Record>> = HashMap::new();
     for pair in pairs {
-        let rows = of_run.entry(pair.key.apart_from(&ARMS)).or_default();
+        let rows = of_run.entry(pair.key.of_run()).or_default();
         rows.extend(pair.base.records().into_iter().chain(pair.new.records()));
     }
     for pair in pairs {
@@ -183,7 +183,7 @@ fn rows(pairs: &[Pair], options: &Options, report: &mut Report) {
         let unlike = alike(pair, options, report);
         for metric in metric::of_gates(&options.gates).into_iter().filter(|m| m.applies(&pair.key)) {
             let beside = match metric {
-                Metric::Speedup => of_run[&pair.key.apart_from(&ARMS)].clone(),
+                Metric::Speedup => of_run[&pair.key.of_run()].clone(),
                 _ => pair.base.records().into_iter().chain(pair.new.records()).collect(),
             };
             let row = row(pair, &label, metric, &unlike, &beside, options);
@@ -250,9 +250,6 @@ fn alike(pair: &Pair, options: &Options, report: &mut Report) -> Vec<String> {
     }
     names
 }
-
-/// Columns that tell the arms of a run apart.
-const ARMS: [&str; 2] = ["arm", "aa"];
 
 /// A row with figures, or why there are none. `beside`: the rows whose times must have settled for it.
 fn row(

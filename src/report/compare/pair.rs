@@ -1,6 +1,6 @@
 //! Pairs rows by configuration key, and gathers the runs of each side.
 
-use super::keys::{self, ALIKE, Field, KEY, Key, WORKLOAD};
+use super::keys::{self, ALIKE, Field, KEY, Key, SIDE_OF_AA, WORKLOAD};
 use super::near::Side;
 use super::read::Record;
 use super::{Missing, Options, Report, workload};
@@ -144,25 +144,33 @@ fn lacking(key: &Key, base: &Runs, new: &Runs, [base_keys, new_keys]: &[Side; 2]
     }
 }
 
-/// Says which runs lack the row of an arm that other runs of the configuration have: rows of a run are written together.
+/// Says which runs lack a row that other runs of the configuration have, or that every run of its kind has: rows of a run
+/// are written together.
 fn halves(side: &'static str, groups: &[(Key, Runs)], report: &mut Report) {
-    let mut configurations: BTreeMap<Vec<&str>, Vec<&(Key, Runs)>> = BTreeMap::new();
+    let mut configurations: BTreeMap<_, Vec<&(Key, Runs)>> = BTreeMap::new();
     for group in groups {
-        configurations.entry(group.0.apart_from(&["arm"])).or_default().push(group);
+        configurations.entry(group.0.of_run()).or_default().push(group);
     }
     let ids = |runs: &Runs| -> BTreeSet<String> {
         let failed = runs.failed.iter().map(|r| r.cell("run_id").to_owned());
         runs.runs.iter().map(|(id, _)| (*id).to_owned()).chain(failed).collect()
     };
-    for arms in configurations.values() {
-        contradictions(arms, report);
-        let all: BTreeSet<String> = arms.iter().flat_map(|(_, runs)| ids(runs)).collect();
-        for (key, runs) in arms {
-            let own = ids(runs);
+    for members in configurations.values() {
+        contradictions(members, report);
+        let mut found: Vec<(Key, BTreeSet<String>)> =
+            members.iter().map(|(key, runs)| (key.clone(), ids(runs))).collect();
+        let all: BTreeSet<String> = found.iter().flat_map(|(_, ids)| ids.clone()).collect();
+        for expected in members.iter().flat_map(|(key, _)| key.of_both_sides()) {
+            if !found.iter().any(|(key, _)| *key == expected) {
+                found.push((expected, BTreeSet::new()));
+            }
+        }
+        for (key, own) in found {
             let lacking: Vec<&String> = all.difference(&own).collect();
             if let Some(first) = lacking.first() {
+                let what = if key.told_apart_by() == SIDE_OF_AA { "side" } else { "arm" };
                 let reason = format!(
-                    "{} of its {} runs have no row of this arm, only of the other ({first})",
+                    "{} of its {} runs have no row of this {what}, only of the other ({first})",
                     lacking.len(),
                     all.len()
                 );
@@ -172,10 +180,10 @@ fn halves(side: &'static str, groups: &[(Key, Runs)], report: &mut Report) {
     }
 }
 
-/// A run's speedup stands in the rows of both arms.
-fn contradictions(arms: &[&(Key, Runs)], report: &mut Report) {
+/// A run's speedup stands in both of its rows.
+fn contradictions(members: &[&(Key, Runs)], report: &mut Report) {
     let mut first: HashMap<(&str, &str), &Record> = HashMap::new();
-    for row in arms.iter().flat_map(|(_, runs)| runs.records()) {
+    for row in members.iter().flat_map(|(_, runs)| runs.records()) {
         let seen = first.entry((row.cell("run_id"), row.cell(REPEAT))).or_insert(row);
         if seen.cell("speedup") != row.cell("speedup") {
             let text =

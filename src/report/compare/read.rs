@@ -1,6 +1,7 @@
 //! Result files as records by column name. Strict: whole records of a known header, or a reason why not. Either
 //! dialect; a record holds plain cells, as [`crate::report::Value::cell`] gives them.
 
+use super::keys::{SIDE_OF_AA, SIDES_OF_AA};
 use crate::report::columns::{COLUMNS, Kind, SCHEMA_VERSION, Value, possible};
 use crate::report::dialect::Dialect;
 use std::collections::HashMap;
@@ -124,6 +125,14 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     if let Some(column) = NEEDED.iter().find(|c| !columns.contains_key(**c)) {
         return Err(format!("{name} holds no results of mbperf: it has no column {column}"));
     }
+    // A number that was cut short is a number, and the row looks whole. Row and end are written at once: without the end
+    // nothing says that the row is.
+    if !bytes.ends_with(b"\n") && !bytes.ends_with(b"\r") {
+        return Err(format!(
+            "{name}: its last line has no line end, as if it was cut short while it was written: remove that line, or end it \
+             if it is whole"
+        ));
+    }
     let kinds: Vec<Kind> = header
         .iter()
         .map(|name| COLUMNS.iter().find(|c| c.name == name).map_or(Kind::Text, |c| c.kind))
@@ -146,7 +155,7 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
 /// Words of text columns that hold no others; any of them may be empty.
 const WORDS: [(&str, &[&str]); 3] = [
     ("verdict", &["faster", "slower", "equivalent", "undecided"]),
-    ("aa", &["a", "b"]),
+    (SIDE_OF_AA, &SIDES_OF_AA),
     ("stopped_by", &["precision", "max_time", "max_steps"]),
 ];
 

@@ -69,15 +69,17 @@ impl Phase {
     }
 
     fn of(cell: &str) -> Option<Self> {
-        Some(match cell {
-            "equality" => Phase::Equality,
-            "warmup" => Phase::Warmup,
-            "capture" | "instantiate" | "upload" => Phase::Capture,
-            "first_replay" => Phase::FirstReplay,
-            "switch" => Phase::Switch,
-            "steady" => Phase::Steady,
-            "final_check" => Phase::FinalCheck,
-            _ => return None,
+        use crate::device::Phase as Of;
+        Some(match Of::named(cell)? {
+            // It has neither a step nor a place among them.
+            Of::Prepare => return None,
+            Of::Equality => Phase::Equality,
+            Of::Warmup => Phase::Warmup,
+            Of::Capture | Of::Instantiate | Of::Upload => Phase::Capture,
+            Of::FirstReplay => Phase::FirstReplay,
+            Of::Switch => Phase::Switch,
+            Of::Steady => Phase::Steady,
+            Of::FinalCheck => Phase::FinalCheck,
         })
     }
 }
