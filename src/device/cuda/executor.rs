@@ -129,7 +129,7 @@ impl CudaExecutor {
         arm::warm((&session.target, context.sm_count), &mut session.kernels.borrow_mut(), arms())?;
         let mut cache = PreparedCache::new();
         let mut attention_use = AttentionUse::default();
-        session.matmuls.borrow_mut().begin_run();
+        session.matmuls.borrow_mut().begin_run(options.gemm_candidate);
         let mut side = |arm| -> Result<Side, DeviceError> {
             let mut kernels = session.kernels.borrow_mut();
             let mut matmuls = session.matmuls.borrow_mut();
