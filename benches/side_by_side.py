@@ -5,37 +5,26 @@ usage: side_by_side.py MBPERF OUT.csv [WORKLOAD ...]
 The Mamba workloads (benches/ref_mamba.py, `compiled`: torch.compile with Triton's scan) run when they are named: they
 need the folder mamba_ssm/ops/triton of the package mamba_ssm, and einops, on PYTHONPATH.
 
-mbperf's graph is timed in two forms: `graph`, everything on one stream as PyTorch's, and `graph_overlap_wgrad`, weight
-gradients on a stream of their own (--overlap_wgrad), both against PyTorch's one graph. For each workload PyTorch's step is built and captured once and stays resident; then rounds of
-PyTorch, mbperf, mbperf, PyTorch are timed, so that drift of clocks falls on both. A ratio is mbperf / PyTorch of one
-round; the interval is Student's t over the rounds' logarithms.
+mbperf's graph is timed in three forms, all against PyTorch's one graph: `graph`, everything on one stream as PyTorch's;
+`graph_overlap_wgrad`, weight gradients on a stream of their own (--overlap_wgrad); `graph_attention_default`, cuDNN's attention
+in the form that PyTorch uses, which may add in any order (mbperf's arms then need not agree in bits, and no equality is
+claimed). For each workload PyTorch's step is built and captured once and stays resident; then rounds of PyTorch, mbperf,
+mbperf, PyTorch are timed, so that drift of clocks falls on both. A ratio is mbperf / PyTorch of one round; the interval is
+Student's t over the rounds' logarithms.
+
+Gaps: one lone replay of each side's graph under the profiler of the driver (CUPTI, on both sides), from the first kernel's
+start to the last one's end, less the time in which a kernel ran, over the nodes.
 """
-import csv, math, os, subprocess, sys, tempfile
+import csv, sys
 import torch
 import ref_torch as ref
+from side_by_side_figures import MAMBA, STACK, WORKLOADS, gap_us, graph_gap, interval, middle, times
 
 ROUNDS = 3
-T975 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}   # Student's t, 0.975, by degrees of freedom = rounds - 1
-MBPERF_SECONDS = "2"
 # Modes of mbperf, and the PyTorch form that each is held against.
-MODES = {"eager": "eager", "graph": "graph", "graph_overlap_wgrad": "graph"}
-
-LLAMA = "-m llama -mr llama3_8b -g h100 -cp 1 --num_layers 4"
-QWEN = "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 4 model.moe_token_dispatcher_type=alltoall --use_tokendrop true"
-NANO = "-m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=MMMM model.recompute_granularity=null"
-MAMBA = {
-    "nemotronh_56b": "-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs --run_dtype bf16 -tp 1 -ng 1 --num_layers 2 model.hybrid_override_pattern=MM model.recompute_granularity=null -sl 8192",
-    "nemotron_3_nano": f"{NANO} -sl 8192",
-    "nemotron_3_nano_s512": f"{NANO} -sl 512",
-}
-STACK = "--stack_only --cuda_graph_impl local --cuda_graph_scope full_iteration"
-WORKLOADS = {
-    "llama3_8b": f"{LLAMA} -sl 8192",
-    "llama3_8b_s512": f"{LLAMA} -sl 512",
-    "llama3_8b_s128": f"{LLAMA} -sl 128",
-    "qwen3_30b_a3b": f"{QWEN} -sl 4096",
-    "qwen3_30b_a3b_s512": f"{QWEN} -sl 512",
-}
+MODES = {"eager": "eager", "graph": "graph", "graph_overlap_wgrad": "graph", "graph_attention_default": "graph"}
+COLUMNS = ["workload", "mode", "mbperf_ms", "reference_ms", "ratio", "ratio_ci95_low", "ratio_ci95_high", "mbperf_launches",
+           "reference_kernels", "mbperf_gap_us_per_node", "reference_gap_us_per_node"]
 
 
 def torch_step(name, graph):
@@ -106,31 +95,31 @@ def torch_ms(step, seconds=1.0):
 
 def mbperf_ms(binary, line):
     """Median step times and launches of mbperf, by mode."""
-    one, two = mbperf_rows(binary, line), mbperf_rows(binary, line + " --overlap_wgrad")
-    return one | {"graph_overlap_wgrad": two["graph"]}
+    one, two = times(binary, line), times(binary, line + " --overlap_wgrad")
+    found = one | {"graph_overlap_wgrad": two["graph"]}
+    # Mamba's layers have no attention.
+    if "hybrid_override_pattern" not in line:
+        found["graph_attention_default"] = times(binary, line, unordered=True)["graph"]
+    return found
 
 
-def mbperf_rows(binary, line):
-    """Median step times of mbperf's arms, and its launches."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "rows.csv")
-        cmd = [binary, *line.split(), *STACK.split(), "--max_time", MBPERF_SECONDS, "-q", "-o", out]
-        p = subprocess.run(cmd, capture_output=True, text=True)
-        if p.returncode:
-            sys.exit(f"{' '.join(cmd)}: exit {p.returncode}\n{p.stderr}")
-        with open(out, newline="") as f:
-            rows = {r["arm"]: r for r in csv.DictReader(f)}
-    if rows["graph"]["digest_match"] != "true":
-        sys.exit("the arms are not equal")
-    return {arm: (float(r["step_time_ms_median"]), int(r["launches_per_step"])) for arm, r in rows.items()}
+def mbperf_gaps(binary, line):
+    """Microseconds a node between the kernels of mbperf's graphs, by mode."""
+    found = {"graph": graph_gap(binary, line), "graph_overlap_wgrad": graph_gap(binary, line + " --overlap_wgrad")}
+    return {mode: f"{of[1] / of[0]:.3f}" for mode, of in found.items() if of and of[0]}
 
 
-def interval(ratios):
-    logs = [math.log(r) for r in ratios]
-    n = len(logs)
-    mean = sum(logs) / n
-    half = T975[n - 1] * math.sqrt(sum((x - mean) ** 2 for x in logs) / (n - 1) / n)
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+def torch_gap(step):
+    """Microseconds a kernel between the kernels of one lone replay of PyTorch's graph. The second profile counts: the
+    first loads the profiler."""
+    from torch.profiler import profile, ProfilerActivity
+    for _ in range(2):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as p:
+            step()
+            torch.cuda.synchronize()
+    device = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return f"{gap_us([(e.time_range.start, e.time_range.end) for e in device]) / len(device):.3f}" if device else ""
 
 
 def main():
@@ -138,8 +127,12 @@ def main():
         sys.exit(__doc__)
     binary, target, names = sys.argv[1], sys.argv[2], sys.argv[3:] or list(WORKLOADS)
     context = ref_context()
-    lines = []
+    # Written as it goes: a workload that fails leaves those before it.
+    file = open(target, "w", newline="")
+    table = csv.writer(file)
+    table.writerow(COLUMNS)
     for name in names:
+        line = f"{(WORKLOADS | MAMBA)[name]} {STACK}"
         steps = {"eager": torch_step(name, False), "graph": torch_step(name, True)}
         kernels = {mode: ref.kernels(step)[0] for mode, step in steps.items()}
         theirs, ours, launches = {mode: [] for mode in steps}, {mode: [] for mode in MODES}, {}
@@ -150,23 +143,25 @@ def main():
                     for mode, step in steps.items():
                         theirs[mode].append(torch_ms(step))
                 else:
-                    for mode, (ms, n) in mbperf_ms(binary, (WORKLOADS | MAMBA)[name]).items():
+                    for mode, (ms, n) in mbperf_ms(binary, line).items():
                         ours[mode].append(ms)
                         launches[mode] = n
+        # After all that is timed: a profiler slows down what follows it.
+        gaps, their_gap = mbperf_gaps(binary, line), torch_gap(steps["graph"])
         for mode, other in MODES.items():
+            if not ours[mode]:
+                continue
             ratio, low, high = interval([a / b for a, b in zip(ours[mode], theirs[other])])
-            middle = lambda xs: sorted(xs)[len(xs) // 2]
-            line = [name, mode, f"{middle(ours[mode]):.4f}", f"{middle(theirs[other]):.4f}", f"{ratio:.4f}", f"{low:.4f}", f"{high:.4f}", launches[mode], kernels[other]]
-            print(*line, flush=True)
-            lines.append(line)
+            cells = [name, mode, f"{middle(ours[mode]):.4f}", f"{middle(theirs[other]):.4f}", f"{ratio:.4f}", f"{low:.4f}", f"{high:.4f}",
+                     launches[mode], kernels[other], gaps.get(mode, ""), their_gap if mode in gaps else ""]
+            print(*cells, flush=True)
+            table.writerow(cells)
+        file.flush()
         del steps
         torch._dynamo.reset()
         torch.cuda.empty_cache()
     context.__exit__(None, None, None)
-    with open(target, "w", newline="") as f:
-        w = csv.writer(f)
-        w.writerow(["workload", "mode", "mbperf_ms", "reference_ms", "ratio", "ratio_ci95_low", "ratio_ci95_high", "mbperf_launches", "reference_kernels"])
-        w.writerows(lines)
+    file.close()
 
 
 def ref_context():

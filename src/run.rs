@@ -43,7 +43,7 @@ use alone::alone;
 use asked::{dry_run, list_variants};
 use interrupt::Interrupt;
 use one::one;
-use open::{check_spin, choose_device, faults, open_device};
+use open::{check_spin, choose_device, cuda_options, faults, open_device};
 use settings::{given, options, target};
 
 /// Runs a command line; returns the exit code.
@@ -278,23 +278,22 @@ fn say_notices(resolved: &Resolved, args: &Args) {
 /// As [`run`]; a GPU is needed.
 pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
     commands::folders(args.mbperf.cuda_path.as_deref(), args.mbperf.kernel_cache.as_deref())?;
-    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
-    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
-    resolved.require_built()?;
+    let (plan, options) = ops_of(args)?;
     if !choose_device(args)? {
         return Err(DeviceError::Unavailable(
             "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
         )
         .into());
     }
-    let plan = plan(&resolved.config, false, args.mbperf.comm_model)?;
-    let own = &args.mbperf;
-    let options = CudaOptions {
-        cache_dir: own.kernel_cache.clone(),
-        cuda_path: own.cuda_path.clone(),
-        ..Default::default()
-    };
     crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
+}
+
+/// The step whose ops are timed, and how the GPU is opened for them.
+pub(crate) fn ops_of(args: &Args) -> anyhow::Result<(RunPlan, CudaOptions)> {
+    let catalogue = Catalogue::load(args.mbperf.recipes_dir.as_deref())?;
+    let resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
+    resolved.require_built()?;
+    Ok((plan(&resolved.config, false, args.mbperf.comm_model)?, cuda_options(args)))
 }
 
 /// Share, program and both arms.

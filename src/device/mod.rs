@@ -181,6 +181,8 @@ pub struct DeviceInfo {
     pub cuda_version: Option<String>,
     pub total_memory_mib: Option<f64>,
     pub attention_backend: Option<String>,
+    /// A kernel of it may add in any order: two runs of equal work may leave other bits.
+    pub unordered: bool,
     /// Hash of the GEMM plans in force: shapes and algorithms.
     pub gemm_plan_digest: Option<String>,
     /// What kernels are compiled for, as NVRTC names it; for the run file.

@@ -6,9 +6,14 @@ use super::outcome::{Equality, FinalCheck};
 use super::session::{Session, Stop};
 use crate::device::{Arm, DeviceError, GraphCost, Phase};
 
+/// Why bits are not asked for once more.
+pub(super) const UNORDERED: &str = "attention may add in any order (--attention_deterministic false)";
+
 /// What the check leaves for the timed part.
 pub(super) struct Proof {
     pub equality: Option<Equality>,
+    /// [`super::Outcome::unequal`].
+    pub unequal: Option<String>,
     pub first_replay_ms: Option<f64>,
     /// Wall time of the last step of each side, every step synchronised: sizes the first blocks.
     pub step_ms: Vec<f64>,
@@ -45,14 +50,30 @@ pub(super) fn check(
         let own = trace(session, 0, Arm::Graph, wanted, Phase::Equality, Some(&mut capture))?;
         let step_ms = vec![own.last_step_ms];
         let (edges_ms, both_steps_ms) = (0.0, 0.0);
-        return Ok(Proof { equality: None, first_replay_ms, step_ms, eager: own, edges_ms, both_steps_ms });
+        return Ok(Proof {
+            equality: None,
+            unequal: None,
+            first_replay_ms,
+            step_ms,
+            eager: own,
+            edges_ms,
+            both_steps_ms,
+        });
     }
     session.hooks.progress.stage("equality check: eager arm");
     let eager = trace(session, 0, Arm::Eager, wanted, Phase::Equality, None)?;
     if options.sides().len() == 1 {
         let step_ms = vec![eager.last_step_ms];
         let (edges_ms, both_steps_ms) = (0.0, 0.0);
-        return Ok(Proof { equality: None, first_replay_ms: None, step_ms, eager, edges_ms, both_steps_ms });
+        return Ok(Proof {
+            equality: None,
+            unequal: None,
+            first_replay_ms: None,
+            step_ms,
+            eager,
+            edges_ms,
+            both_steps_ms,
+        });
     }
     // As many of the other arm, however long they take.
     let steps = eager.losses.len();
@@ -67,18 +88,16 @@ pub(super) fn check(
         session.hooks.progress.stage("equality check: eager arm again");
         (trace(session, 1, Arm::Eager, wanted, Phase::Equality, None)?, Arm::Eager)
     };
-    compare(&eager, &other, arm, "")?;
+    let (equality, unequal) = proven(&eager, &other, arm, session.executor.info().unordered)?;
     let step_ms = match options.aa {
         Some(Arm::Graph) => vec![other.last_step_ms; 2],
         Some(Arm::Eager) => vec![eager.last_step_ms; 2],
         None => vec![eager.last_step_ms, other.last_step_ms],
     };
-    let equality =
-        Some(Equality { steps, buffers: eager.digest.len(), digest: combined_digest(&eager.digest) });
     // The first reset compiled the kernels that fill memory.
     let edges_ms = 2.0 * other.edges_ms;
     let both_steps_ms = eager.last_step_ms + other.last_step_ms;
-    Ok(Proof { equality, first_replay_ms, step_ms, eager, edges_ms, both_steps_ms })
+    Ok(Proof { equality, unequal, first_replay_ms, step_ms, eager, edges_ms, both_steps_ms })
 }
 
 /// Time that the final check will take, or why it is left out.
@@ -108,7 +127,9 @@ pub(super) fn check_again(
     let eager = trace(session, 0, Arm::Eager, wanted, Phase::FinalCheck, None)?;
     let arm = if options.captures() { Arm::Graph } else { Arm::Eager };
     let other = trace(session, 1, arm, wanted, Phase::FinalCheck, None)?;
-    compare(&eager, &other, arm, "after timing, ")?;
+    if let Some(found) = difference(&eager, &other)? {
+        return Err(unequal(arm, "after timing, ", &found).into());
+    }
     let first = |t: &Trace| (t.losses[..steps].to_vec(), t.grad_norms[..steps].to_vec());
     if first(&eager) != first(&proof.eager) {
         return Err(DeviceError::Unequal(format!(
@@ -190,17 +211,34 @@ fn trace(
 }
 
 /// The proof for arms that were run one after the other, each from the seed.
-pub(super) fn check_in_turn(eager: &Trace, graph: &Trace) -> Result<Equality, DeviceError> {
+pub(super) fn check_in_turn(
+    eager: &Trace,
+    graph: &Trace,
+    unordered: bool,
+) -> Result<(Option<Equality>, Option<String>), DeviceError> {
     if eager.losses.len() != graph.losses.len() {
         let (a, b) = (eager.losses.len(), graph.losses.len());
         return Err(DeviceError::internal(format!("the arms ran {a} and {b} steps before timing")));
     }
-    compare(eager, graph, Arm::Graph, "")?;
-    Ok(Equality {
-        steps: eager.losses.len(),
-        buffers: eager.digest.len(),
-        digest: combined_digest(&eager.digest),
-    })
+    proven(eager, graph, Arm::Graph, unordered)
+}
+
+/// Equality, or in words how the arms differ where the device is allowed to: its kernels may add in any order, and
+/// then other bits tell neither of equal work nor of unequal.
+fn proven(
+    eager: &Trace,
+    other: &Trace,
+    arm: Arm,
+    unordered: bool,
+) -> Result<(Option<Equality>, Option<String>), DeviceError> {
+    match difference(eager, other)? {
+        Some(found) if unordered => Ok((None, Some(found))),
+        Some(found) => Err(unequal(arm, "", &found)),
+        None => {
+            let (steps, digest) = (eager.losses.len(), combined_digest(&eager.digest));
+            Ok((Some(Equality { steps, buffers: eager.digest.len(), digest }), None))
+        }
+    }
 }
 
 /// Steps of a trace.
@@ -208,8 +246,8 @@ pub(super) fn steps_of(trace: &Trace) -> usize {
     trace.losses.len()
 }
 
-/// Names the first step and the buffers that differ.
-fn compare(eager: &Trace, other: &Trace, arm: Arm, when: &str) -> Result<(), DeviceError> {
+/// Names the first step and the buffers that differ; `None`: nothing does.
+fn difference(eager: &Trace, other: &Trace) -> Result<Option<String>, DeviceError> {
     let names = |t: &Trace| t.digest.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
     if eager.digest.is_empty() || names(eager) != names(other) {
         return Err(DeviceError::internal(format!(
@@ -245,18 +283,18 @@ fn compare(eager: &Trace, other: &Trace, arm: Arm, when: &str) -> Result<(), Dev
             unlike[..unlike.len().min(SHOWN)].join(", ")
         ));
     }
-    if found.is_empty() {
-        return Ok(());
-    }
+    Ok((!found.is_empty()).then(|| found.join("; ")))
+}
+
+fn unequal(arm: Arm, when: &str, found: &str) -> DeviceError {
     let whose = if arm == Arm::Graph {
         "the graph arm did not do the eager arm's work"
     } else {
         "the eager arm does not repeat itself"
     };
-    Err(DeviceError::Unequal(format!(
-        "{when}{whose}: {}; no speedup is given. Please report it with --dryrun's output",
-        found.join("; ")
-    )))
+    DeviceError::Unequal(format!(
+        "{when}{whose}: {found}; no speedup is given. Please report it with --dryrun's output"
+    ))
 }
 
 /// FNV-1a over names and hashes: one word for the row. Offset basis and prime as published by its authors.

@@ -37,6 +37,7 @@ pub fn in_turn(
     hooks: Hooks,
 ) -> Option<Outcome> {
     let Hooks { interrupt, progress, sink } = hooks;
+    let mut unordered = false;
     let mut alone = |arm, equality_steps: Option<usize>, first| -> Result<_, DeviceError> {
         // A short -ms must leave the second arm as many steps for equality as the first took.
         let least = equality_steps.unwrap_or(0) + MIN_BLOCK_STEPS;
@@ -44,6 +45,7 @@ pub fn in_turn(
         let own =
             Options { alone: Some(arm), equality_steps, max_steps, host_costs: None, ..options.clone() };
         let mut executor = open(arm)?;
+        unordered |= executor.info().unordered;
         let side = usize::from(arm == Arm::Graph);
         let mut beside = Beside { sink: &mut *sink, side, first };
         let hooks = Hooks { interrupt, progress: &mut *progress, sink: &mut beside };
@@ -71,8 +73,8 @@ pub fn in_turn(
         None => return Some(joined(graph, None)),
     };
     if matches!(both.status, Status::Ok) {
-        match eager_left.zip(left).map(|(eager, graph)| check_in_turn(&eager, &graph)) {
-            Some(Ok(equality)) => both.equality = Some(equality),
+        match eager_left.zip(left).map(|(eager, graph)| check_in_turn(&eager, &graph, unordered)) {
+            Some(Ok(proof)) => (both.equality, both.unequal) = proof,
             Some(Err(error)) => fail(&mut both, error),
             None => fail(&mut both, DeviceError::internal("an arm left no trace")),
         }
@@ -88,7 +90,7 @@ fn joined(mut graph: Outcome, eager: Option<Outcome>) -> Outcome {
     graph.in_turn = true;
     let Some(mut eager) = eager else { return graph };
     let first = graph.steps.len();
-    let ok = matches!(eager.status, Status::Ok);
+    let ok = matches!(eager.status, Status::Ok) && eager.unequal.is_none();
     eager.arms.append(&mut graph.arms);
     let mut blocks = std::mem::take(&mut graph.blocks);
     blocks.append(&mut eager.blocks);

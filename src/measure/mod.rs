@@ -33,6 +33,7 @@ use session::{Session, Stop};
 struct Found {
     cost: Option<GraphCost>,
     equality: Option<Equality>,
+    unequal: Option<String>,
     first_replay_ms: Option<f64>,
     stopped: Option<Stopped>,
     /// Wall time of the timed part and the final check.
@@ -73,10 +74,13 @@ fn traced<'a>(
 fn measure(session: &mut Session, options: &Options, found: &mut Found) -> Result<(), Stop> {
     options.check().map_err(DeviceError::internal)?;
     let proof = equality::check(session, options, &mut found.cost)?;
-    found.equality = proof.equality.clone();
+    (found.equality, found.unequal) = (proof.equality.clone(), proof.unequal.clone());
     found.left = options.alone.is_some().then(|| proof.eager.clone());
     found.first_replay_ms = proof.first_replay_ms;
-    let again = equality::final_ms(options, &proof);
+    let again = match session.executor.info().unordered {
+        true => Err(equality::UNORDERED.to_owned()),
+        false => equality::final_ms(options, &proof),
+    };
     let begun = session.executor.now_ms();
     let reserve_ms = again.as_ref().map_or(0.0, |ms| *ms);
     found.stopped = Some(blocks::time(session, options, &proof.step_ms, reserve_ms)?);
@@ -216,7 +220,8 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         .enumerate()
         .map(|(side, arm)| arm_result(&session, options, &found, side, arm))
         .collect();
-    let ok = matches!(status, Status::Ok);
+    // Times of unequal arms are no ratio.
+    let ok = matches!(status, Status::Ok) && found.unequal.is_none();
     let pairs = blocks::pairs(&session.blocks, Pacing::RunAhead);
     let ratio = verdict::log_ratio(&pairs).filter(|_| ok).map(|i| split(i.map(f64::exp)));
     let speedup = ratio.map(|(value, _)| value);
@@ -275,6 +280,7 @@ fn conclude(mut session: Session, options: &Options, found: Found, status: Statu
         margin: options.margin,
         stopped: found.stopped,
         equality: found.equality,
+        unequal: found.unequal,
         final_check: found.final_check,
         graph_cost: found.cost,
         first_replay_ms: found.first_replay_ms,

@@ -237,6 +237,9 @@ pub struct Outcome {
     pub margin: f64,
     pub stopped: Option<Stopped>,
     pub equality: Option<Equality>,
+    /// The arms differ in bits, in words, where the device may add in any order: equal work is not shown, so that there
+    /// are times and no speedup.
+    pub unequal: Option<String>,
     /// `None`: nothing to compare, or the run did not come so far.
     pub final_check: Option<FinalCheck>,
     pub graph_cost: Option<GraphCost>,
@@ -285,6 +288,9 @@ impl Outcome {
         }
         if self.verdict == Some(Verdict::Undecided) {
             found.push(UNDECIDED.into());
+        }
+        if self.unequal.is_some() {
+            found.push("equal work is not shown: leave out --attention_deterministic false".into());
         }
         found.dedup();
         found

@@ -241,6 +241,7 @@ fn digest_match(row: &Row) -> Option<bool> {
     let outcome = row.outcome?;
     match &outcome.status {
         Status::Failed(Failure::Device(DeviceError::Unequal(_))) => Some(false),
+        _ if outcome.unequal.is_some() => Some(false),
         _ => outcome.equality.as_ref().map(|_| true),
     }
 }
@@ -306,7 +307,7 @@ columns! {
     speedup_modelled Float r => r.compared().and_then(|o| o.speedup_modelled), "Speedup when issuing takes the host model's time, from blocks of their own; never in place of `speedup`.";
     host_model Text r => r.facts.host_model.as_str(), "`bare` (this program's own host time), `pytorch`, or what the file calls itself with a digest of it (`calibrated:1a2b3c4d`).";
     break_even_steps Float r => r.compared().and_then(|o| o.break_even_steps), "Steps after which capture, instantiation and upload are earned back; empty unless the graph is faster.";
-    digest_match Bool r => digest_match(r), "Whether losses and the bits of weights, moments and gradients were equal in both arms.";
+    digest_match Bool r => digest_match(r), "Whether losses and the bits of weights, moments and gradients were equal in both arms; `false` in a row that is `ok`: attention was let add in any order (`--attention_deterministic false`), and there is no speedup.";
     loss_last Float r => arm(r, |a| a.loss_last.map(f64::from)), "Loss of the arm's own last step; arms are timed over unlike numbers of steps, so that it may differ (the equality check compares equal steps). Empty for a share without a loss.";
     attention_backend Text r => r.facts.attention_backend.clone(), "Kernels that computed attention: `cudnn` and its version, `own`, both joined with `+`, or `reference` (CPU).";
     sm_clock_mhz_median Float r => arm(r, |a| a.health.sm_clock_mhz_median), "Median SM clock over the arm's blocks.";

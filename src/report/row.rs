@@ -172,8 +172,8 @@ impl<'a> Row<'a> {
     pub fn graph(&self) -> Option<&'a Outcome> {
         self.measured().filter(|_| self.arm_name == "graph")
     }
-    /// The same when the ratio of the arms is a result: a CPU's "graph" is a list replayed.
+    /// The same when the ratio of the arms is a result: a CPU's "graph" is a list replayed, and unequal arms have none.
     pub fn compared(&self) -> Option<&'a Outcome> {
-        self.measured().filter(|_| self.facts.device != "cpu")
+        self.measured().filter(|o| self.facts.device != "cpu" && o.unequal.is_none())
     }
 }

@@ -82,7 +82,10 @@ fn table(rows: &[Row]) -> Vec<String> {
 
 fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
     let Some(verdict) = outcome.verdict else {
-        if outcome.equality.is_none() {
+        if let Some(found) = &outcome.unequal {
+            let why = "attention was let add in any order (--attention_deterministic false)";
+            wrap(lines, &format!("Equal work is not shown, no speedup is given: {why}, and {found}."), "");
+        } else if outcome.equality.is_none() {
             lines.push(
                 "One arm was run: there is nothing to compare. For graphs give --cuda_graph_scope, or --sweep \
                  for every legal one."

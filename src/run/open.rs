@@ -57,6 +57,24 @@ pub(super) fn faults(args: &Args) -> anyhow::Result<Option<Inject>> {
     Ok(all.into_iter().last())
 }
 
+/// What the command line says of how the GPU is opened: the same for a run and for its ops alone.
+pub(super) fn cuda_options(args: &Args) -> CudaOptions {
+    let own = &args.mbperf;
+    CudaOptions {
+        cache_dir: own.kernel_cache.clone(),
+        cuda_path: own.cuda_path.clone(),
+        attention: AttentionChoice {
+            backend: match own.attention_backend {
+                AttentionKernels::Auto => AttentionBackend::Auto,
+                AttentionKernels::Cudnn => AttentionBackend::Cudnn,
+                AttentionKernels::Own => AttentionBackend::Own,
+            },
+            deterministic: own.attention_deterministic,
+        },
+        ..Default::default()
+    }
+}
+
 pub(super) fn open_device(
     plan: &RunPlan,
     args: &Args,
@@ -79,22 +97,7 @@ pub(super) fn open_device(
         if !on_gpu {
             return Ok(led(Box::new(CpuExecutor::new(plan.clone(), failing, None)?)));
         }
-        let own = &args.mbperf;
-        let options = CudaOptions {
-            cache_dir: own.kernel_cache.clone(),
-            cuda_path: own.cuda_path.clone(),
-            inject: failing,
-            attention: AttentionChoice {
-                backend: match own.attention_backend {
-                    AttentionKernels::Auto => AttentionBackend::Auto,
-                    AttentionKernels::Cudnn => AttentionBackend::Cudnn,
-                    AttentionKernels::Own => AttentionBackend::Own,
-                },
-                deterministic: own.attention_deterministic,
-            },
-            team: control::team(),
-            ..Default::default()
-        };
+        let options = CudaOptions { inject: failing, team: control::team(), ..cuda_options(args) };
         Ok(led(Box::new(CudaExecutor::new(plan, options)?)))
     })
 }

@@ -133,7 +133,7 @@ impl CudaExecutor {
         let mut cache = PreparedCache::new();
         let mut counters = Counters::new(context)?;
         let mut attention_use = AttentionUse::default();
-        session.matmuls.borrow_mut().begin_run();
+        session.matmuls.borrow_mut().begin_run(options.gemm_candidate);
         let mut side = |arm| -> Result<Side, DeviceError> {
             let mut kernels = session.kernels.borrow_mut();
             let mut matmuls = session.matmuls.borrow_mut();
@@ -434,6 +434,7 @@ impl Executor for CudaExecutor {
             cuda_version: Some(format!("{}.{}", context.driver_cuda / 1000, context.driver_cuda % 1000 / 10)),
             total_memory_mib: Some(context.total_bytes as f64 / MIB),
             attention_backend: self.attention_use.title(),
+            unordered: self.attention_use.unordered,
             gemm_plan_digest: self.gemm_plan_digest.clone(),
             kernel_target: Some(self.session.target.name.clone()),
             libraries: libraries.into_iter().filter_map(version).collect(),

@@ -47,6 +47,9 @@ pub struct MatmulSpec {
     pub accumulate: bool,
 }
 
+/// Most algorithms that are asked of the library for one product.
+pub const MOST_CANDIDATES: usize = super::plan::CANDIDATES;
+
 /// Largest alignment that cuBLASLt's heuristic knows (its default for every operand), bytes.
 const FULL_ALIGNMENT: u64 = 256;
 
@@ -80,6 +83,8 @@ struct Online {
     handle: Rc<Handle>,
     /// Of a run of several processes: rank 0's choices are all ranks'.
     share: Option<Share>,
+    /// [`super::session::CudaOptions::gemm_candidate`].
+    candidate: Option<usize>,
 }
 
 impl Matmuls {
@@ -96,7 +101,15 @@ impl Matmuls {
         let disk = folder.filter(|_| tune).map(DiskCache::new);
         let tuner = tune.then(|| Tuner::new(context)).transpose()?;
         Ok(Self {
-            online: Some(Online { tuner, disk, machine, context: context.clone(), handle, share: None }),
+            online: Some(Online {
+                tuner,
+                disk,
+                machine,
+                context: context.clone(),
+                handle,
+                share: None,
+                candidate: None,
+            }),
             plans: HashMap::new(),
             varying: HashMap::new(),
             in_force: Vec::new(),
@@ -161,9 +174,17 @@ impl Matmuls {
         Ok(plan)
     }
 
-    /// A program's products are asked for from here on; plans of earlier ones stay.
-    pub(super) fn begin_run(&mut self) {
+    /// A program's products are asked for from here on; plans of earlier ones stay, unless `candidate` is another one:
+    /// plans that were chosen and plans that were forced have the same keys.
+    pub(super) fn begin_run(&mut self, candidate: Option<usize>) {
         self.in_force.clear();
+        if let Some(online) = &mut self.online
+            && online.candidate != candidate
+        {
+            online.candidate = candidate;
+            self.plans.clear();
+            self.varying.clear();
+        }
     }
 
     /// Hash of the products of this run in their order: shape, layout, dtype, alignment, and the bytes of the
@@ -205,6 +226,11 @@ impl Online {
     }
 
     fn choose(&mut self, key: &PlanKey, plan: &mut Plan) -> Result<(), DeviceError> {
+        // For a comparison alone: kept choices are neither asked nor changed.
+        if let Some(n) = self.candidate {
+            plan.algo = Some(nth(&plan.candidates(key)?, n)?);
+            return Ok(());
+        }
         let file =
             format!("{}.algo", super::disk::key(&[&format!("{key:?}"), &self.machine, super::tuner::RULE]));
         if let Some(algo) = self.disk.as_ref().and_then(|d| d.get(&file)).and_then(|b| algo_of(&b))
@@ -243,6 +269,14 @@ impl Online {
         plan.work = super::work::captured_alone(&stream, |s| plan.run(&call, s.raw))?;
         Ok(plan)
     }
+}
+
+/// Number `n` of the library's list. Errors: [`DeviceError::Invalid`] past its end.
+fn nth(listed: &[sys::cublasLtMatmulAlgo_t], n: usize) -> Result<sys::cublasLtMatmulAlgo_t, DeviceError> {
+    let none = || {
+        DeviceError::Invalid(format!("cuBLASLt lists {} algorithms, there is no number {n}", listed.len()))
+    };
+    listed.get(n).copied().ok_or_else(none)
 }
 
 /// FNV-1a over names and algorithms, as 16 hexadecimal digits.
@@ -323,6 +357,14 @@ mod tests {
     }
 
     #[test]
+    fn a_list_has_an_end() {
+        let algo = |word| sys::cublasLtMatmulAlgo_t { data: [word; 8] };
+        let listed = [algo(1), algo(2)];
+        assert_eq!(nth(&listed, 1).unwrap(), algo(2));
+        assert!(matches!(nth(&listed, 2), Err(DeviceError::Invalid(_))));
+    }
+
+    #[test]
     fn a_digest_tells_products_algorithms_and_their_order_apart() {
         let of = |chosen: &[(&str, u8)]| {
             digest_of(chosen.iter().map(|(name, algo)| ((*name).to_owned(), vec![*algo; 64])))
@@ -351,7 +393,7 @@ mod tests {
         let p = DevPtr(512);
         let mut matmuls = Matmuls::offline();
         let mut run = |sizes: &[usize]| {
-            matmuls.begin_run();
+            matmuls.begin_run(None);
             sizes.iter().for_each(|m| drop(matmuls.plan(&spec(*m), p, p, p, p, p).unwrap()));
             matmuls.digest()
         };

@@ -15,7 +15,7 @@ use std::rc::Rc;
 
 /// Algorithms asked of the library's heuristic, best guess first: more than it often has for one product. How many are
 /// timed is the tuner's affair.
-const CANDIDATES: usize = 32;
+pub(super) const CANDIDATES: usize = 32;
 
 /// Split-K partial sums may only be kept in fp32 in the workspace and reduced in fixed order. The in-place scheme
 /// is left out, and so is the one that rounds partial sums to the output dtype.

@@ -28,6 +28,9 @@ pub struct CudaOptions {
     pub attention: AttentionChoice,
     /// Times cuBLASLt's candidates; otherwise its own first guess is taken.
     pub tune: bool,
+    /// Every product takes this one of its candidates, as the library lists them, whatever `tune` says; past the end of
+    /// a list [`DeviceError::Invalid`]. To hold the chosen one against the others (`mbperf ops`).
+    pub gemm_candidate: Option<usize>,
     /// `--inject`.
     pub inject: Option<Inject>,
     /// Of a run of several processes: its communicators, and which GPU is this one's.
@@ -44,6 +47,7 @@ impl Default for CudaOptions {
             cuda_path: None,
             attention: AttentionChoice::default(),
             tune: true,
+            gemm_candidate: None,
             inject: None,
             team: None,
             omit_launch: None,

@@ -61,6 +61,7 @@ pub struct Script {
     profile: Option<ProfileOf>,
     memory: Option<FakeMemory>,
     log: bool,
+    unordered: bool,
 }
 
 impl Script {
@@ -70,6 +71,11 @@ impl Script {
     }
     pub fn graph(mut self, times: Times) -> Self {
         self.graph = times;
+        self
+    }
+    /// Kernels that may add in any order.
+    pub fn unordered(mut self) -> Self {
+        self.unordered = true;
         self
     }
     /// Noise of the machine, common to both arms.
@@ -182,6 +188,7 @@ impl FakeExecutor {
             profile: None,
             memory: None,
             log: true,
+            unordered: false,
         }
     }
 
@@ -201,7 +208,7 @@ impl FakeExecutor {
 
 impl Executor for FakeExecutor {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { device: "fake".into(), ..DeviceInfo::default() }
+        DeviceInfo { device: "fake".into(), unordered: self.script.unordered, ..DeviceInfo::default() }
     }
 
     fn set_phase(&mut self, phase: Phase) {

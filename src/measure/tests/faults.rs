@@ -21,6 +21,22 @@ fn unequal_arms_get_no_speedup() {
     assert_eq!(measure_script(FakeExecutor::script().digest(|_| vec![]), &quick()).status.exit_code(), 1);
 }
 
+/// Kernels that add in any order leave other bits of equal work: times, and nothing that would rest on equal work.
+#[test]
+fn unequal_arms_of_an_unordered_device_have_times_alone() {
+    let digests = |arm| vec![("w".into(), 7), ("g".into(), u64::from(arm == Arm::Graph))];
+    let outcome = measure_script(FakeExecutor::script().unordered().digest(digests), &quick());
+    assert_eq!((outcome.status.exit_code(), outcome.speedup, outcome.verdict), (0, None, None));
+    assert_eq!((&outcome.equality, outcome.speedup_sync, outcome.break_even_steps), (&None, None, None));
+    assert!(outcome.unequal.as_ref().unwrap().contains("1 of 2 buffers differ"), "{:?}", outcome.unequal);
+    assert!(outcome.arms.iter().all(|a| a.step_time_ms.is_some()));
+    assert!(outcome.disturbances().iter().any(|d| d.contains("equal work is not shown")));
+    // Bits that are asked for once are not asked for again: they need not come.
+    let outcome = measure_script(FakeExecutor::script().unordered(), &quick());
+    assert!(outcome.unequal.is_none() && outcome.equality.is_some() && outcome.speedup.is_some());
+    assert!(matches!(outcome.final_check, Some(FinalCheck::Skipped(why)) if why.contains("any order")));
+}
+
 #[test]
 fn a_graph_that_went_wrong_while_it_was_timed_is_found() {
     let outcome = measure_script(FakeExecutor::script(), &quick());

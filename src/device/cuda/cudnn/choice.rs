@@ -36,7 +36,8 @@ impl Default for AttentionChoice {
 pub(in crate::device::cuda) struct AttentionUse {
     version: Option<String>,
     own: bool,
-    unordered: bool,
+    /// A plan adds in any order.
+    pub unordered: bool,
     plans: HashSet<SdpaSpec>,
     /// Device memory that cuDNN's plans took, beside the planned memory.
     pub bytes: usize,

@@ -1,0 +1,218 @@
+"""Every piece of a step, mbperf's beside its references, in one go on one GPU: `mbperf ops` of each workload, and PyTorch's
+time of the same product or attention.
+
+usage: pieces.py MBPERF OUT.csv [WORKLOAD ...]
+
+A piece is timed as `mbperf ops` times it on both sides: a CUDA graph of at least 24 launches over buffers that are rotated
+among, 256 MiB or more in all, so that the L2 does not hold them; the median of ten replays. Order: mbperf, PyTorch, PyTorch,
+mbperf; a ratio is of neighbours.
+
+- A product: torch.mm, addmm, bmm or baddbmm in the same layout, into a result that is there already.
+- Attention: cuDNN by PyTorch's own call. Its backward has no deterministic form in PyTorch; where the package of cuDNN's
+  front end is installed (`import cudnn`), its deterministic backward is timed too.
+- Loss, optimizer and embedding are of the whole step, all else of the layer stack.
+"""
+import csv, sys
+import torch
+from pieces_figures import COLUMNS, fields, key, lines
+from side_by_side_figures import WORKLOADS, run
+
+PAST_L2 = 256 << 20
+MAX_SETS = 16
+LAUNCHES = 24
+WARM, REPLAYS = 2, 10
+dev, bf = "cuda", torch.bfloat16
+
+
+def ops(binary, line, name=None, more=""):
+    """Rows of `mbperf ops` by op and shape."""
+    command = [binary, "ops", *([name] if name else []), *line.split(), *more.split(), "--format", "csv"]
+    return {key(r): r for r in csv.DictReader(run(command).splitlines())}
+
+
+def whole(binary, line):
+    """Ops of the layer stack, and those of the step that it lacks."""
+    found = ops(binary, line, more="--stack_only")
+    for name in ("cross_entropy", "adam", "embedding"):
+        found |= ops(binary, line, name)
+    return found
+
+
+def timed(make, launch, bytes_of_one):
+    """Median microseconds of one `launch` of what `make` gave, over rotating buffers in one graph."""
+    sets = [make() for _ in range(min(MAX_SETS, max(1, -(-PAST_L2 // bytes_of_one))))]
+    launches = max(LAUNCHES, len(sets))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for s in sets:
+            launch(s)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                launch(sets[i % len(sets)])
+        us = []
+        for _ in range(WARM + REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            us.append(start.elapsed_time(end) * 1e3 / launches)
+    us = sorted(us[WARM:])
+    del graph, sets
+    torch.cuda.empty_cache()
+    return (us[len(us) // 2 - 1] + us[len(us) // 2]) / 2
+
+
+def product(shape):
+    """Microseconds of the same product in PyTorch; None where it has none (an fp32 result of bf16 operands: none that adds, and
+    none at all before PyTorch 2.8)."""
+    f = fields(shape)
+    wide = f["out"] == "F32"
+    if wide and (f["accumulate"] != "No" or not hasattr(torch.ops.aten.mm, "dtype_out")):
+        return None
+    batch = [f["batch"]] if f["batch"] > 1 else []
+    a_shape, b_shape = {"Nt": ("mk", "nk"), "Nn": ("mk", "kn"), "Tn": ("km", "kn")}[f["layout"]]
+    tensor = lambda sides, dtype=bf: torch.randn(*batch, *(f[s] for s in sides), dtype=dtype, device=dev)
+    adds = {"No": None, "InPlace": "d", "Residual": "c"}[f["accumulate"]]
+    plain, adding = (torch.bmm, torch.baddbmm) if batch else (torch.mm, torch.addmm)
+
+    def make():
+        a, b, d = tensor(a_shape), tensor(b_shape), tensor("mn", torch.float32 if wide else bf)
+        c = {None: None, "d": d, "c": tensor("mn") if adds == "c" else None}[adds]
+        return a.mT if f["layout"] == "Tn" else a, b.mT if f["layout"] == "Nt" else b, c, d
+
+    def launch(s):
+        a, b, c, d = s
+        if wide:
+            (torch.ops.aten.bmm if batch else torch.ops.aten.mm).dtype_out(a, b, torch.float32, out=d)
+        elif c is None:
+            plain(a, b, out=d)
+        else:
+            adding(c, a, b, out=d)
+
+    m, n, k = f["m"], f["n"], f["k"]
+    return timed(make, launch, 2 * f["batch"] * (m * k + n * k + m * n * (2 if adds == "c" else 1)))
+
+
+class Attention:
+    """Tensors of one attention, laid out as mbperf's: batch, row, head, column."""
+
+    def __init__(self, shape):
+        f = fields(shape)
+        self.batch, self.seq, self.causal = f["batch"], f["seq"], f["bidirectional"] == "false"
+        self.q_heads, self.kv_heads, self.dim = f["q_heads"], f["kv_heads"], f["head_dim"]
+        # Of q, k, v and o alone: more is rotated among than needed.
+        self.bytes = 4 * self.batch * self.seq * self.dim * (self.q_heads + self.kv_heads)
+
+    def tensor(self, heads):
+        return torch.randn(self.batch, self.seq, heads, self.dim, dtype=bf, device=dev).transpose(1, 2)
+
+    def forward(self, q, k, v):
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, self.causal, False)
+
+    def forward_us(self):
+        make = lambda: (self.tensor(self.q_heads), self.tensor(self.kv_heads), self.tensor(self.kv_heads))
+        return timed(make, lambda s: self.forward(*s), self.bytes)
+
+    def with_results(self):
+        """q, k, v, what the forward left, and the gradient of its output."""
+        q, k, v = self.tensor(self.q_heads), self.tensor(self.kv_heads), self.tensor(self.kv_heads)
+        return q, k, v, self.forward(q, k, v), self.tensor(self.q_heads)
+
+    def backward_us(self):
+        def launch(s):
+            q, k, v, (o, lse, cum_q, cum_k, max_q, max_k, seed, offset, _), g = s
+            torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                g, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, self.causal)
+
+        return timed(self.with_results, launch, self.bytes)
+
+    def deterministic_backward_us(self):
+        """By cuDNN's front end; None where its package is not installed or refuses."""
+        try:
+            import cudnn
+        except ImportError:
+            return None
+        try:
+            handle = cudnn.create_handle()
+            q, k, v, (o, lse, *_), g = self.with_results()
+            lse = lse.reshape(self.batch, self.q_heads, self.seq, 1)
+            graph = cudnn.pygraph(io_data_type=cudnn.data_type.BFLOAT16, intermediate_data_type=cudnn.data_type.FLOAT,
+                                  compute_data_type=cudnn.data_type.FLOAT, handle=handle)
+            inner = [graph.tensor_like(t) for t in (q, k, v, o, g, lse)]
+            outer = graph.sdpa_backward(q=inner[0], k=inner[1], v=inner[2], o=inner[3], dO=inner[4], stats=inner[5],
+                                        attn_scale=self.dim ** -0.5, use_causal_mask=self.causal, use_deterministic_algorithm=True)
+            for t, like in zip(outer, (q, k, v)):
+                t.set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride())).set_data_type(cudnn.data_type.BFLOAT16)
+            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=dev)
+
+            def make():
+                q, k, v, (o, lse, *_), g = self.with_results()
+                return q, k, v, o, g, lse.reshape(self.batch, self.q_heads, self.seq, 1), *(torch.empty_like(t) for t in (q, k, v))
+
+            def launch(s):
+                cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+                graph.execute(dict(zip((*inner, *outer), s)), workspace, handle=handle)
+
+            return timed(make, launch, self.bytes)
+        except Exception as e:  # a package of another version is no reason to lose the table
+            print(f"cuDNN's front end: {e}", file=sys.stderr)
+            return None
+
+
+def references(rows):
+    """PyTorch's microseconds of each piece by key, and those of cuDNN's deterministic backward."""
+    pytorch, deterministic = {}, {}
+    for at in rows:
+        name, shape = at
+        try:
+            with torch.no_grad():
+                if name == "gemm":
+                    pytorch[at] = product(shape)
+                elif name == "attention_fwd":
+                    pytorch[at] = Attention(shape).forward_us()
+                elif name == "attention_bwd":
+                    pytorch[at] = Attention(shape).backward_us()
+                    deterministic[at] = Attention(shape).deterministic_backward_us()
+        except (RuntimeError, NotImplementedError) as e:  # its line then has no reference
+            print(f"PyTorch has no {name} {shape}: {e}", file=sys.stderr)
+    return pytorch, deterministic
+
+
+def together(rounds):
+    """Rounds of microseconds by key; a piece without a figure in one round has none."""
+    return {at: [r[at] for r in rounds] for at in rounds[0] if all(r.get(at) for r in rounds)}
+
+
+def main():
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    binary, target, names = sys.argv[1], sys.argv[2], sys.argv[3:] or list(WORKLOADS)
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    with open(target, "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(COLUMNS)
+        for name in names:
+            line = WORKLOADS[name]
+            forms = {"default": "--attention_deterministic false", "own": "--attention_backend own"}
+            rounds, theirs, others = [], [], {form: [] for form in forms}
+            for side in ("mbperf", "pytorch", "pytorch", "mbperf"):
+                if side == "pytorch":
+                    theirs.append(references(rounds[0]))
+                    continue
+                rounds.append(whole(binary, line))
+                for form, option in forms.items():
+                    others[form].append(ops(binary, line, "attention", f"--stack_only {option}"))
+            pytorch, deterministic = (together([t[i] for t in theirs]) for i in range(2))
+            for found in lines(name, rounds, others["default"], others["own"], pytorch, deterministic, l2_bytes):
+                cells = found.cells()
+                print(*(c for i, c in enumerate(cells) if COLUMNS[i] != "shape"), flush=True)
+                table.writerow(cells)
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What pieces.py computes without PyTorch: shapes as `mbperf ops` prints them, targets, and the table's lines."""
+import re
+from side_by_side_figures import interval
+
+COLUMNS = ["workload", "piece", "shape", "launches_per_step", "mbperf_us", "reference", "reference_us", "ratio", "ratio_low", "ratio_high",
+           "target", "past_l2", "met", "tflops", "gb_per_s", "share_of_ceiling"]
+
+# SPEED's bounds: a ratio is the reference's time over mbperf's, 1 is as fast.
+OF_DETERMINISTIC = 0.95
+OWN_OF_DETERMINISTIC = 0.6
+OF_LIST = 0.98
+OF_PYTORCH = 1.0
+OF_COPY = 0.85
+
+# References.
+LIST = "cublaslt list"
+COPY = "copy ceiling"
+PYTORCH = "pytorch"
+DETERMINISTIC = "cudnn deterministic"
+DEFAULT = "cudnn default"
+
+# Ops that are bound by bytes and have a bound on their share of copy bandwidth: elementwise, norm, permute, loss, optimizer.
+MOVES = ("rmsnorm", "swiglu", "qkv_rope", "gather_rows", "combine_rows", "silu", "cross_entropy", "adam")
+
+
+def fields(shape):
+    """Numbers and words of a shape by name: `Gemm { m: 8, layout: Nt }` gives m and layout. Of a name that comes twice the
+    first counts."""
+    found = {}
+    for name, value in re.findall(r"(\w+): (-?[\w.]+)", shape):
+        if name not in found:
+            found[name] = int(value) if re.fullmatch(r"-?\d+", value) else value
+    return found
+
+
+def key(row):
+    return row["op"], row["shape"]
+
+
+class Line:
+    """One comparison of one piece, over rounds."""
+
+    def __init__(self, workload, name, ours, reference, theirs, target=None, past_l2=None):
+        """`ours`: rows of `mbperf ops`, one a round; `theirs`: microseconds, one a round, or none where there is no
+        reference. `past_l2`: of a bound on bandwidth, whether one launch moves more than the L2 holds, so that it applies."""
+        self.workload, self.name, self.ours, self.reference = workload, name, ours, reference
+        self.theirs, self.target, self.past_l2 = theirs, target, past_l2
+
+    def cells(self):
+        first = self.ours[0]
+        mine = [float(r["time_us"]) for r in self.ours]
+        mean = lambda values: sum(values) / len(values)
+        ratio = low = high = met = ""
+        if self.theirs:
+            ratios = [b / a for a, b in zip(mine, self.theirs)]
+            value = interval(ratios)[0] if len(ratios) > 1 else ratios[0]
+            ratio, low, high = f"{value:.4f}", f"{min(ratios):.4f}", f"{max(ratios):.4f}"
+            if self.target is not None and self.past_l2 is not False:
+                met = str(value >= self.target).lower()
+        of = lambda name, digits: f"{mean([float(r[name]) for r in self.ours]):.{digits}f}"
+        return [self.workload, self.name, first["shape"], first["launches_per_step"], f"{mean(mine):.3f}", self.reference,
+                f"{mean(self.theirs):.3f}" if self.theirs else "", ratio, low, high, "" if self.target is None else self.target,
+                "" if self.past_l2 is None else str(self.past_l2).lower(), met, of("tflops", 2), of("gb_per_s", 1),
+                of("share_of_ceiling", 4)]
+
+
+def lines(workload, rounds, default, own, pytorch, deterministic, l2_bytes):
+    """All comparisons of one workload.
+
+    `rounds`: rows of `mbperf ops` by key, one dictionary a round; `default`, `own`: the same of attention alone with
+    --attention_deterministic false and with --attention_backend own; `pytorch`, `deterministic`: microseconds a round by
+    key, of PyTorch (cuDNN in its default form for attention) and of cuDNN's deterministic backward driven by others.
+    """
+    made = []
+    for at, row in rounds[0].items():
+        if not all(at in r for r in rounds):
+            continue
+        ours = [r[at] for r in rounds]
+        name = row["op"]
+        add = lambda *more, **how: made.append(Line(workload, name, ours, *more, **how))
+        if name == "gemm":
+            best = [float(r["list_best_us"]) for r in ours if r["list_best_us"]]
+            add(LIST, best if len(best) == len(ours) else [], target=OF_LIST)
+            add(PYTORCH, pytorch.get(at, []), target=OF_PYTORCH)
+        elif name.startswith("attention"):
+            made += attention(workload, at, ours, default, own, pytorch, deterministic)
+        elif name.startswith(MOVES):
+            bytes_moved = float(row["bytes"])
+            copied = [bytes_moved / float(r["ceiling_gb_per_s"]) / 1e3 for r in ours]
+            add(COPY, copied, target=OF_COPY, past_l2=bytes_moved > l2_bytes)
+        else:
+            add("", [])
+    return made
+
+
+def attention(workload, at, ours, default, own, pytorch, deterministic):
+    """cuDNN's forward has one form, which is deterministic. Where nobody else drives the deterministic backward its line
+    has a bound and no reference: PyTorch has no such form."""
+    name = at[0]
+    mine = lambda found: [r[at] for r in found if at in r]
+    us = lambda found: [float(r["time_us"]) for r in found]
+    forward = name.endswith("_fwd")
+    by_others = pytorch.get(at, []) if forward else deterministic.get(at, [])
+    made = [Line(workload, name, ours, DETERMINISTIC + (" by pytorch" if forward else ""), by_others, target=OF_DETERMINISTIC)]
+    if not forward:
+        made.append(Line(workload, name, ours, f"{DEFAULT} by pytorch", pytorch.get(at, [])))
+        made.append(Line(workload, name, ours, f"{DEFAULT} by mbperf", us(mine(default))))
+    if mine(own):
+        of_cudnn = us(ours) if all(r["attention_backend"].startswith("cudnn") for r in ours) else []
+        made.append(Line(workload, f"{name} own", mine(own), f"{DETERMINISTIC} by mbperf", of_cudnn, target=OWN_OF_DETERMINISTIC))
+    return made

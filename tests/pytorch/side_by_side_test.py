@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Tests of what the side-by-side scripts compute (benches/side_by_side_figures.py, pieces_figures.py, dropless.py), on made-up
+figures and a program that stands for mbperf: no PyTorch, no GPU.
+
+usage: python3 tests/pytorch/side_by_side_test.py
+"""
+import contextlib
+import io
+import math
+import os
+import stat
+import sys
+import tempfile
+import unittest
+
+BENCHES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches")
+sys.path.insert(0, BENCHES)
+import dropless  # noqa: E402
+import pieces_figures as pieces  # noqa: E402
+import side_by_side_figures as figures  # noqa: E402
+
+# Stands for mbperf: writes its command line down, and rows; padded runs take 2 ms, others 2.1.
+FAKE = """#!{python}
+import sys
+line = " ".join(sys.argv[1:])
+with open({log!r}, "a") as log:
+    log.write(line + "\\n")
+out = sys.argv[sys.argv.index("-o") + 1]
+ms = 2.0 if "use_tokendrop" in line else 2.1
+with open(out, "w") as f:
+    f.write("arm,step_time_ms_median,launches_per_step,digest_match\\n")
+    for arm in ("eager", "graph"):
+        f.write(f"{{arm}},{{ms}},100,{match}\\n")
+if "--profile" in line:
+    with open(out.replace(".csv", ".profile.csv"), "w") as f:
+        f.write("run_id,arm,part,kernel,launches,device_ms,idle_before_ms\\n")
+        f.write("r,eager,attn,k,9,1,9\\nr,graph,attn,k,40,1,0.03\\nr,graph,mlp,k,60,1,0.05\\n")
+sys.exit({code})
+"""
+
+
+class Fake:
+    def __init__(self, folder, match="true", code=0):
+        self.log = os.path.join(folder, "log")
+        self.path = os.path.join(folder, "mbperf")
+        with open(self.path, "w") as f:
+            f.write(FAKE.format(python=sys.executable, log=self.log, match=match, code=code))
+        os.chmod(self.path, os.stat(self.path).st_mode | stat.S_IEXEC)
+
+    def lines(self):
+        with open(self.log) as f:
+            return f.read().splitlines()
+
+
+class Steps(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+
+    def test_unequal_arms_end_the_script_unless_they_may_differ(self):
+        fake = Fake(self.folder.name, match="false")
+        with self.assertRaises(SystemExit):
+            figures.times(fake.path, "-m x")
+        self.assertEqual(figures.times(fake.path, "-m x", unordered=True), {"eager": (2.1, 100), "graph": (2.1, 100)})
+        self.assertNotIn("--attention_deterministic", fake.lines()[0])
+        self.assertIn("--attention_deterministic false", fake.lines()[1])
+
+    def test_a_failure_is_told(self):
+        with self.assertRaises(SystemExit) as e:
+            figures.times(Fake(self.folder.name, code=5).path, "-m x")
+        self.assertIn("exit 5", str(e.exception))
+
+    def test_gaps_are_of_the_graph_alone(self):
+        nodes, us = figures.graph_gap(Fake(self.folder.name).path, "-m x")
+        self.assertEqual(nodes, 100)
+        self.assertAlmostEqual(us, 80.0)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            self.assertIsNone(figures.graph_gap(Fake(self.folder.name, code=3).path, "-m x"))
+        self.assertIn("exit 3", said.getvalue())
+
+    def test_gaps_leave_out_overlaps(self):
+        self.assertEqual(figures.gap_us([(0, 2), (1, 3), (5, 6), (5.5, 5.7), (7, 8)]), 3)
+        self.assertEqual(figures.gap_us([(4, 9)]), 0)
+
+    def test_an_interval_holds_equal_ratios_at_a_point(self):
+        for n in (2, 4, 8):
+            for end in figures.interval([1.25] * n):
+                self.assertAlmostEqual(end, 1.25)
+        value, low, high = figures.interval([0.5, 2.0])
+        self.assertAlmostEqual(value, 1.0)
+        self.assertAlmostEqual(math.log(high), 12.706 * math.log(2.0))
+        self.assertAlmostEqual(low * high, 1.0)
+
+    def test_dropless_and_padded_are_run_in_turns(self):
+        fake = Fake(self.folder.name)
+        made = dropless.lines(dropless.measured(fake.path))
+        padded = ["use_tokendrop" in line for line in fake.lines()]
+        self.assertEqual(padded, [False, True, True, False] * (dropless.ROUNDS // 2))
+        self.assertEqual([line[1] for line in made], ["eager", "scoped"])
+        for line in made:
+            self.assertEqual(len(line), len(dropless.COLUMNS))
+            self.assertEqual(line[2:5], ["2.1000", "2.0000", "1.0500"])
+            self.assertEqual(line[-1], "true")
+        slow = {"dropless": {"eager": [2.2] * 4, "graph": [2.1] * 4}, "padded": {"eager": [2.0] * 4, "graph": [2.0] * 4}}
+        self.assertEqual([line[-1] for line in dropless.lines(slow)], ["false", "true"])
+
+
+GEMM = "Gemm { m: 8192, n: 6144, k: 4096, layout: Nt, batch: 1, out: Bf16, accumulate: No }"
+ATTENTION = ("AttnBwd { shape: AttnShape { positions: Positions { batch: 1, seq: 512, chunks: [(0, 512), (512, 0)] }, kv_len: 512, "
+             "q_heads: 32, kv_heads: 8, head_dim: 128, head_dim_v: None, scale: None, bidirectional: false } }")
+L2 = 50 << 20
+
+
+def row(op, us, shape="s", **more):
+    return dict(op=op, shape=shape, launches_per_step="4", time_us=str(us), tflops="1", gb_per_s="2", share_of_ceiling="0.5",
+                ceiling_gb_per_s="4000", bytes="1", list_best_us="", attention_backend="") | more
+
+
+def table(ours, default=(), own=(), pytorch=None, deterministic=None):
+    """Cells by column, of as many rounds as there are rows of a piece."""
+    rounds = [{pieces.key(r): r for r in one} for one in ours]
+    keyed = lambda rows: [{pieces.key(r): r} for r in rows]
+    made = pieces.lines("w", rounds, keyed(default), keyed(own), pytorch or {}, deterministic or {}, L2)
+    return [dict(zip(pieces.COLUMNS, line.cells(), strict=True)) for line in made]
+
+
+class Pieces(unittest.TestCase):
+    def test_shapes_are_read(self):
+        self.assertEqual(pieces.fields(GEMM), dict(m=8192, n=6144, k=4096, layout="Nt", batch=1, out="Bf16", accumulate="No"))
+        f = pieces.fields(ATTENTION)
+        self.assertEqual([f[n] for n in ("batch", "seq", "q_heads", "kv_heads", "head_dim", "bidirectional")], [1, 512, 32, 8, 128, "false"])
+
+    def test_a_product_is_held_against_list_and_pytorch(self):
+        ours = [[row("gemm", 100.0, GEMM, list_best_us="99")], [row("gemm", 110.0, GEMM, list_best_us="107")]]
+        listed, torch = table(ours, pytorch={("gemm", GEMM): [101.0, 111.0]})
+        self.assertEqual((listed["reference"], listed["target"], listed["met"]), (pieces.LIST, 0.98, "true"))
+        self.assertEqual((listed["ratio_low"], listed["ratio_high"]), ("0.9727", "0.9900"))
+        self.assertEqual((listed["mbperf_us"], listed["reference_us"], listed["ratio"]), ("105.000", "103.000", "0.9813"))
+        self.assertEqual((torch["reference"], torch["target"], torch["met"]), (pieces.PYTORCH, 1.0, "true"))
+        # A list that was not timed, and a product that PyTorch has not: a line, and no verdict.
+        for line in table([[row("gemm", 1.0, GEMM)]]):
+            self.assertEqual((line["reference_us"], line["ratio"], line["met"]), ("", "", ""))
+
+    def test_bandwidth_is_asked_of_launches_past_the_l2(self):
+        for name in ("rmsnorm_fwd", "adam", "cross_entropy", "gather_rows"):
+            # 80 MB at 4000 GB/s are 20 us.
+            large = table([[row(name, 25.0, bytes="80000000")]])[0]
+            self.assertEqual((large["ratio"], large["past_l2"], large["met"]), ("0.8000", "true", "false"), name)
+            fast = table([[row(name, 23.0, bytes="80000000")]])[0]
+            self.assertEqual(fast["met"], "true")
+            small = table([[row(name, 25.0, bytes="40000000")]])[0]
+            self.assertEqual((small["target"], small["past_l2"], small["met"]), (0.85, "false", ""))
+
+    def test_attention_is_held_against_both_forms_of_cudnn(self):
+        at = ("attention_bwd", ATTENTION)
+        ours = [[row(at[0], 10.0, ATTENTION, attention_backend="cudnn 9.14.0")]]
+        default, own = [row(at[0], 8.0, ATTENTION)], [row(at[0], 15.0, ATTENTION, attention_backend="own")]
+        found = table(ours, default, own, {at: [7.9]}, {at: [9.6]})
+        self.assertEqual([(f["piece"], f["reference"], f["ratio"], f["met"]) for f in found], [
+            ("attention_bwd", "cudnn deterministic", "0.9600", "true"),
+            ("attention_bwd", "cudnn default by pytorch", "0.7900", ""),
+            ("attention_bwd", "cudnn default by mbperf", "0.8000", ""),
+            ("attention_bwd own", "cudnn deterministic by mbperf", "0.6667", "true"),
+        ])
+        # Nobody else drives the deterministic form: its bound stands, without a verdict.
+        self.assertEqual((table(ours)[0]["target"], table(ours)[0]["met"]), (0.95, ""))
+        # Where cuDNN did not run there is nothing to hold our own kernels against.
+        ours[0][0]["attention_backend"] = "own"
+        self.assertEqual(table(ours, own=own)[-1]["reference_us"], "")
+        forward = ("attention_fwd", ATTENTION)
+        one = table([[row("attention_fwd", 10.0, ATTENTION)]], pytorch={forward: [9.4]})
+        self.assertEqual([(f["reference"], f["met"]) for f in one], [("cudnn deterministic by pytorch", "false")])
+
+    def test_other_pieces_have_a_line_and_no_bound(self):
+        line = table([[row("router_fwd", 5.0)]])[0]
+        self.assertEqual((line["piece"], line["target"], line["met"], line["mbperf_us"]), ("router_fwd", "", "", "5.000"))
+
+
+if __name__ == "__main__":
+    unittest.main()
