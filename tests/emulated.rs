@@ -229,3 +229,26 @@ fn a_profile_matches_every_kernel() {
         assert!(!cell(&rows, last, "device_busy_ms").is_empty());
     }
 }
+
+/// A cuBLASLt that the loader finds under its plain name, beside the one that the user named: said, not mixed.
+#[test]
+fn two_files_of_one_library_are_not_mixed() {
+    let Some(libraries) = libraries() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let [plain, named] = ["plain", "named"].map(|name| folder.path().join(name));
+    for (to, name) in [(&plain, "libcublasLt.so"), (&named, "libcublasLt.so.13")] {
+        std::fs::create_dir(to).unwrap();
+        std::fs::copy(libraries.join("libcublasLt.so.13"), to.join(name)).unwrap();
+    }
+    let path = format!("{}:{}", plain.display(), libraries.display());
+    let line = format!("{RUN} --cuda_path {}", named.display());
+    let out = mbperf(libraries, &line, &[("LD_LIBRARY_PATH", path.as_str())]);
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(3), "{text}");
+    for part in ["named/libcublasLt.so.13", "plain/libcublasLt.so for libcublasLt.so", "LD_LIBRARY_PATH"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    // Without another one named, the loader's is the only one.
+    let out = mbperf(libraries, RUN, &[("LD_LIBRARY_PATH", path.as_str())]);
+    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+}

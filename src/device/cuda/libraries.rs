@@ -340,7 +340,7 @@ fn version(library: Library, address: usize) -> Option<String> {
 pub(super) fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceError> {
     use cudarc::{cublaslt, cudnn, cupti, driver};
     let missing = |reason: String| DeviceError::Unavailable(missing(library, &reason));
-    find(library).map_err(missing)?;
+    let found = find(library).map_err(missing)?;
     // SAFETY: only opens the library.
     let present = unsafe {
         match library {
@@ -354,27 +354,54 @@ pub(super) fn ensure(library: Library, symbols: &[&str]) -> Result<(), DeviceErr
     if !present {
         return Err(missing("its file name is not one that the bindings look for".to_owned()));
     }
-    let absent: Vec<&str> = symbols
-        .iter()
-        .copied()
-        .filter(|name| {
-            type Any = unsafe extern "C" fn();
-            // SAFETY: present, so culib() does not panic; the symbols are looked up, not called.
-            unsafe {
-                match library {
-                    Library::Driver => driver::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::CublasLt => cublaslt::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::Cupti => cupti::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::Cudnn => cudnn::sys::culib().get::<Any>(name.as_bytes()).is_err(),
-                    Library::Nvrtc | Library::Nccl | Library::Nvml => false,
-                }
-            }
-        })
-        .collect();
+    // The bindings ask the loader for the plain name first: with a library's development files installed that may be
+    // another file than the one that the user named, and their parts must not be mixed.
+    let version = address(library, library.version_symbol());
+    if let (Some(ours), Some(theirs)) = (&found.path, version.and_then(mapped_file))
+        && *ours != theirs
+    {
+        return Err(DeviceError::Unavailable(another(library, ours, &theirs)));
+    }
+    let absent: Vec<&str> =
+        symbols.iter().copied().filter(|name| bound(library) && address(library, name).is_none()).collect();
     if absent.is_empty() {
         return Ok(());
     }
     Err(DeviceError::Unavailable(lacks(library, &absent.join(", "))))
+}
+
+/// Whether cudarc calls the library by its own handle.
+fn bound(library: Library) -> bool {
+    matches!(library, Library::Driver | Library::CublasLt | Library::Cupti | Library::Cudnn)
+}
+
+/// A function in the library that cudarc has opened. Call it when that is there.
+fn address(library: Library, name: &str) -> Option<usize> {
+    use cudarc::{cublaslt, cudnn, cupti, driver};
+    type Any = unsafe extern "C" fn();
+    // SAFETY: the library is there, so culib() does not panic; the symbols are looked up, not called.
+    let found = unsafe {
+        match library {
+            Library::Driver => driver::sys::culib().get::<Any>(name.as_bytes()),
+            Library::CublasLt => cublaslt::sys::culib().get::<Any>(name.as_bytes()),
+            Library::Cupti => cupti::sys::culib().get::<Any>(name.as_bytes()),
+            Library::Cudnn => cudnn::sys::culib().get::<Any>(name.as_bytes()),
+            Library::Nvrtc | Library::Nccl | Library::Nvml => return None,
+        }
+    };
+    found.ok().map(|function| *function as usize)
+}
+
+/// That two files of one library would be used beside each other.
+fn another(library: Library, ours: &Path, theirs: &Path) -> String {
+    let plain = library.names().last().copied().unwrap_or_default();
+    format!(
+        "{} was found at {}, but the loader gives {} for {plain}: name no other folder with --cuda_path, or start mbperf with \
+         LD_LIBRARY_PATH set to a folder where {plain} is a link to the one you want, and to that one's own folder",
+        library.title(),
+        ours.display(),
+        theirs.display()
+    )
 }
 
 fn missing(library: Library, reason: &str) -> String {
@@ -428,63 +455,4 @@ fn keep(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_missing_library_is_a_sentence() {
-        let folder = tempfile::tempdir().unwrap();
-        let error = search(Library::Cudnn, &[folder.path().to_path_buf()], &[], None).unwrap_err();
-        assert!(error.contains("libcudnn.so.9"), "{error}");
-        assert!(error.contains(&folder.path().display().to_string()), "{error}");
-    }
-
-    #[test]
-    fn the_drivers_own_nvrtc_goes_first_and_what_the_user_named_before_it() {
-        let [old, new, both] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
-        let at = |folder: &tempfile::TempDir, major: u32| folder.path().join(format!("libnvrtc.so.{major}"));
-        for file in [at(&old, 12), at(&new, 13), at(&both, 12), at(&both, 13)] {
-            std::fs::write(file, "").unwrap();
-        }
-        let folders = [&new, &old, &both].map(|f| f.path().to_path_buf());
-        let order = |asked: &[PathBuf], driver| candidates(Library::Nvrtc, &folders, asked, driver);
-        let loaders = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].map(PathBuf::from);
-        // Without a driver: the loader's, newest first, then by folder.
-        let plain = order(&[], None);
-        assert_eq!(plain[..3], loaders);
-        assert_eq!(plain[3..], [at(&new, 13), at(&old, 12), at(&both, 13), at(&both, 12)]);
-        let twelve = order(&[], Some(12));
-        assert_eq!(twelve[..3], [loaders[1].clone(), at(&old, 12), at(&both, 12)]);
-        assert_eq!(twelve[3], loaders[0]);
-        assert_eq!(order(&[], Some(13))[..2], [loaders[0].clone(), at(&new, 13)]);
-        // A driver of the future changes nothing.
-        assert_eq!(order(&[], Some(14)), plain);
-        // The folder that was named wins with what it has.
-        assert_eq!(order(&folders[..1], Some(12))[..2], [at(&new, 13), loaders[1].clone()]);
-        assert_eq!(order(&folders[2..], Some(12))[..2], [at(&both, 12), at(&both, 13)]);
-    }
-
-    #[test]
-    fn a_broken_library_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("libcudnn.so.9"), "not a library").unwrap();
-        let error = search(Library::Cudnn, &[folder.path().to_path_buf()], &[], None).unwrap_err();
-        assert!(error.contains("not usable"), "{error}");
-    }
-
-    #[test]
-    fn python_environments_are_searched() {
-        let prefix = tempfile::tempdir().unwrap();
-        let lib = prefix.path().join("lib/python3.12/site-packages/nvidia/cu13/lib");
-        std::fs::create_dir_all(&lib).unwrap();
-        let sites = site_packages(prefix.path());
-        let found: Vec<PathBuf> = sites.iter().flat_map(|s| glob_dirs(&s.join("nvidia"), "lib")).collect();
-        assert_eq!(found, [lib]);
-    }
-
-    #[test]
-    fn an_address_leads_to_its_file() {
-        let here = mapped_file(an_address_leads_to_its_file as *const () as usize).unwrap();
-        assert_eq!(here, env::current_exe().unwrap());
-    }
-}
+mod tests;
