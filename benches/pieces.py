@@ -3,24 +3,25 @@ time of the same product or attention.
 
 usage: pieces.py MBPERF OUT.csv [WORKLOAD ...]
 
-A piece is timed as `mbperf ops` times it on both sides: a CUDA graph of at least 24 launches over buffers that are rotated
+A piece is timed as `mbperf ops` times it on both sides: a CUDA graph of at least 24 launches (6 of long ones) over buffers that are rotated
 among, 256 MiB or more in all, so that the L2 does not hold them; the median of ten replays. Order: mbperf, PyTorch, PyTorch,
-mbperf; a ratio is of neighbours.
+mbperf; a ratio is of neighbours. PIECES_TURNS=1 in the environment: mbperf, PyTorch, once each, in half the time.
 
 - A product: torch.mm, addmm, bmm or baddbmm in the same layout, into a result that is there already.
-- Attention: cuDNN by PyTorch's own call. Its backward has no deterministic form in PyTorch; where the package of cuDNN's
-  front end is installed (`import cudnn`), its deterministic backward is timed too.
+- Attention: cuDNN by PyTorch's own call, whose backward has the default form alone (it may add in any order); cuDNN's
+  deterministic form is timed by mbperf, whatever `auto` takes.
 - Loss, optimizer and embedding are of the whole step, all else of the layer stack.
 """
-import csv, sys
+import csv, os, sys
 import torch
-from pieces_figures import COLUMNS, fields, key, lines
+from pieces_figures import COLUMNS, FORMS, fields, key, lines
 from side_by_side_figures import WORKLOADS, run
 
 PAST_L2 = 256 << 20
 MAX_SETS = 16
-LAUNCHES = 24
+LAUNCHES, LONG_LAUNCHES, LONG_FLOPS = 24, 6, 2e11   # as src/bench_ops/bench.rs
 WARM, REPLAYS = 2, 10
+ORDERS = {"1": ("mbperf", "pytorch"), "2": ("mbperf", "pytorch", "pytorch", "mbperf")}
 dev, bf = "cuda", torch.bfloat16
 
 
@@ -38,10 +39,10 @@ def whole(binary, line):
     return found
 
 
-def timed(make, launch, bytes_of_one):
+def timed(make, launch, bytes_of_one, flops):
     """Median microseconds of one `launch` of what `make` gave, over rotating buffers in one graph."""
     sets = [make() for _ in range(min(MAX_SETS, max(1, -(-PAST_L2 // bytes_of_one))))]
-    launches = max(LAUNCHES, len(sets))
+    launches = max(LAUNCHES if flops < LONG_FLOPS else LONG_LAUNCHES, len(sets))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for s in sets:
@@ -93,7 +94,8 @@ def product(shape):
             adding(c, a, b, out=d)
 
     m, n, k = f["m"], f["n"], f["k"]
-    return timed(make, launch, 2 * f["batch"] * (m * k + n * k + m * n * (2 if adds == "c" else 1)))
+    batch_of = f["batch"]
+    return timed(make, launch, 2 * batch_of * (m * k + n * k + m * n * (2 if adds == "c" else 1)), 2 * batch_of * m * n * k)
 
 
 class Attention:
@@ -104,6 +106,8 @@ class Attention:
         self.batch, self.seq, self.causal = f["batch"], f["seq"], f["bidirectional"] == "false"
         self.q_heads, self.kv_heads, self.dim = f["q_heads"], f["kv_heads"], f["head_dim"]
         # Of q, k, v and o alone: more is rotated among than needed.
+        # Of the forward pass.
+        self.flops = (2 if self.causal else 4) * self.batch * self.q_heads * self.seq * self.seq * self.dim
         self.bytes = 4 * self.batch * self.seq * self.dim * (self.q_heads + self.kv_heads)
 
     def tensor(self, heads):
@@ -114,7 +118,7 @@ class Attention:
 
     def forward_us(self):
         make = lambda: (self.tensor(self.q_heads), self.tensor(self.kv_heads), self.tensor(self.kv_heads))
-        return timed(make, lambda s: self.forward(*s), self.bytes)
+        return timed(make, lambda s: self.forward(*s), self.bytes, self.flops)
 
     def with_results(self):
         """q, k, v, what the forward left, and the gradient of its output."""
@@ -127,45 +131,12 @@ class Attention:
             torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 g, q, k, v, o, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, self.causal)
 
-        return timed(self.with_results, launch, self.bytes)
-
-    def deterministic_backward_us(self):
-        """By cuDNN's front end; None where its package is not installed or refuses."""
-        try:
-            import cudnn
-        except ImportError:
-            return None
-        try:
-            handle = cudnn.create_handle()
-            q, k, v, (o, lse, *_), g = self.with_results()
-            lse = lse.reshape(self.batch, self.q_heads, self.seq, 1)
-            graph = cudnn.pygraph(io_data_type=cudnn.data_type.BFLOAT16, intermediate_data_type=cudnn.data_type.FLOAT,
-                                  compute_data_type=cudnn.data_type.FLOAT, handle=handle)
-            inner = [graph.tensor_like(t) for t in (q, k, v, o, g, lse)]
-            outer = graph.sdpa_backward(q=inner[0], k=inner[1], v=inner[2], o=inner[3], dO=inner[4], stats=inner[5],
-                                        attn_scale=self.dim ** -0.5, use_causal_mask=self.causal, use_deterministic_algorithm=True)
-            for t, like in zip(outer, (q, k, v)):
-                t.set_output(True).set_dim(list(like.shape)).set_stride(list(like.stride())).set_data_type(cudnn.data_type.BFLOAT16)
-            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-            workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=dev)
-
-            def make():
-                q, k, v, (o, lse, *_), g = self.with_results()
-                return q, k, v, o, g, lse.reshape(self.batch, self.q_heads, self.seq, 1), *(torch.empty_like(t) for t in (q, k, v))
-
-            def launch(s):
-                cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-                graph.execute(dict(zip((*inner, *outer), s)), workspace, handle=handle)
-
-            return timed(make, launch, self.bytes)
-        except Exception as e:  # a package of another version is no reason to lose the table
-            print(f"cuDNN's front end: {e}", file=sys.stderr)
-            return None
+        return timed(self.with_results, launch, self.bytes, 2.5 * self.flops)
 
 
 def references(rows):
-    """PyTorch's microseconds of each piece by key, and those of cuDNN's deterministic backward."""
-    pytorch, deterministic = {}, {}
+    """PyTorch's microseconds of each piece by key."""
+    pytorch = {}
     for at in rows:
         name, shape = at
         try:
@@ -176,10 +147,9 @@ def references(rows):
                     pytorch[at] = Attention(shape).forward_us()
                 elif name == "attention_bwd":
                     pytorch[at] = Attention(shape).backward_us()
-                    deterministic[at] = Attention(shape).deterministic_backward_us()
         except (RuntimeError, NotImplementedError) as e:  # its line then has no reference
             print(f"PyTorch has no {name} {shape}: {e}", file=sys.stderr)
-    return pytorch, deterministic
+    return pytorch
 
 
 def together(rounds):
@@ -191,23 +161,24 @@ def main():
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     binary, target, names = sys.argv[1], sys.argv[2], sys.argv[3:] or list(WORKLOADS)
+    turns = os.environ.get("PIECES_TURNS", "2")
+    if turns not in ORDERS:
+        sys.exit(f"PIECES_TURNS={turns}: 1 or 2")
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     with open(target, "w", newline="") as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)
         for name in names:
             line = WORKLOADS[name]
-            forms = {"default": "--attention_deterministic false", "own": "--attention_backend own"}
-            rounds, theirs, others = [], [], {form: [] for form in forms}
-            for side in ("mbperf", "pytorch", "pytorch", "mbperf"):
+            rounds, theirs, forms = [], [], {form: [] for form in FORMS}
+            for side in ORDERS[turns]:
                 if side == "pytorch":
                     theirs.append(references(rounds[0]))
                     continue
                 rounds.append(whole(binary, line))
-                for form, option in forms.items():
-                    others[form].append(ops(binary, line, "attention", f"--stack_only {option}"))
-            pytorch, deterministic = (together([t[i] for t in theirs]) for i in range(2))
-            for found in lines(name, rounds, others["default"], others["own"], pytorch, deterministic, l2_bytes):
+                for form, option in FORMS.items():
+                    forms[form].append(ops(binary, line, "attention", f"--stack_only {option}"))
+            for found in lines(name, rounds, forms, together(theirs), l2_bytes):
                 cells = found.cells()
                 print(*(c for i, c in enumerate(cells) if COLUMNS[i] != "shape"), flush=True)
                 table.writerow(cells)

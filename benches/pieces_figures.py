@@ -16,8 +16,15 @@ OF_COPY = 0.85
 LIST = "cublaslt list"
 COPY = "copy ceiling"
 PYTORCH = "pytorch"
-DETERMINISTIC = "cudnn deterministic"
+DETERMINISTIC = "cudnn deterministic by mbperf"
 DEFAULT = "cudnn default"
+
+# Options of `mbperf ops attention` by form.
+FORMS = {
+    "cudnn": "--attention_backend cudnn",
+    "default": "--attention_backend cudnn --attention_deterministic false",
+    "own": "--attention_backend own",
+}
 
 # Ops that are bound by bytes and have a bound on their share of copy bandwidth: elementwise, norm, permute, loss, optimizer.
 MOVES = ("rmsnorm", "swiglu", "qkv_rope", "gather_rows", "combine_rows", "silu", "cross_entropy", "adam")
@@ -64,12 +71,11 @@ class Line:
                 of("share_of_ceiling", 4)]
 
 
-def lines(workload, rounds, default, own, pytorch, deterministic, l2_bytes):
+def lines(workload, rounds, forms, pytorch, l2_bytes):
     """All comparisons of one workload.
 
-    `rounds`: rows of `mbperf ops` by key, one dictionary a round; `default`, `own`: the same of attention alone with
-    --attention_deterministic false and with --attention_backend own; `pytorch`, `deterministic`: microseconds a round by
-    key, of PyTorch (cuDNN in its default form for attention) and of cuDNN's deterministic backward driven by others.
+    `rounds`: rows of `mbperf ops` by key, one dictionary a round; `forms`: the same of attention alone by form (`cudnn`,
+    `default`, `own`, see FORMS); `pytorch`: microseconds a round by key, of PyTorch (cuDNN in its default form for attention).
     """
     made = []
     for at, row in rounds[0].items():
@@ -83,7 +89,7 @@ def lines(workload, rounds, default, own, pytorch, deterministic, l2_bytes):
             add(LIST, best if len(best) == len(ours) else [], target=OF_LIST)
             add(PYTORCH, pytorch.get(at, []), target=OF_PYTORCH)
         elif name.startswith("attention"):
-            made += attention(workload, at, ours, default, own, pytorch, deterministic)
+            made += attention(workload, at, ours, forms, pytorch)
         elif name.startswith(MOVES):
             bytes_moved = float(row["bytes"])
             copied = [bytes_moved / float(r["ceiling_gb_per_s"]) / 1e3 for r in ours]
@@ -93,19 +99,18 @@ def lines(workload, rounds, default, own, pytorch, deterministic, l2_bytes):
     return made
 
 
-def attention(workload, at, ours, default, own, pytorch, deterministic):
-    """cuDNN's forward has one form, which is deterministic. Where nobody else drives the deterministic backward its line
-    has a bound and no reference: PyTorch has no such form."""
+def attention(workload, at, ours, forms, pytorch):
+    """What a run takes (`auto`), and our own kernels, against cuDNN's deterministic form. The forward pass has one form alone."""
     name = at[0]
-    mine = lambda found: [r[at] for r in found if at in r]
+    mine = lambda form: [r[at] for r in forms.get(form, []) if at in r]
     us = lambda found: [float(r["time_us"]) for r in found]
-    forward = name.endswith("_fwd")
-    by_others = pytorch.get(at, []) if forward else deterministic.get(at, [])
-    made = [Line(workload, name, ours, DETERMINISTIC + (" by pytorch" if forward else ""), by_others, target=OF_DETERMINISTIC)]
-    if not forward:
-        made.append(Line(workload, name, ours, f"{DEFAULT} by pytorch", pytorch.get(at, [])))
-        made.append(Line(workload, name, ours, f"{DEFAULT} by mbperf", us(mine(default))))
-    if mine(own):
-        of_cudnn = us(ours) if all(r["attention_backend"].startswith("cudnn") for r in ours) else []
-        made.append(Line(workload, f"{name} own", mine(own), f"{DETERMINISTIC} by mbperf", of_cudnn, target=OWN_OF_DETERMINISTIC))
+    # Where cuDNN did not run there is nothing to hold other kernels against.
+    cudnn = [r for r in mine("cudnn") if r["attention_backend"].startswith("cudnn")]
+    cudnn = us(cudnn) if len(cudnn) == len(ours) else []
+    made = [Line(workload, name, ours, DETERMINISTIC, cudnn, target=OF_DETERMINISTIC),
+            Line(workload, name, ours, f"{DEFAULT} by pytorch", pytorch.get(at, []))]
+    if not name.endswith("_fwd"):
+        made.append(Line(workload, name, ours, f"{DEFAULT} by mbperf", us(mine("default"))))
+    if mine("own"):
+        made.append(Line(workload, f"{name} own", mine("own"), DETERMINISTIC, cudnn, target=OWN_OF_DETERMINISTIC))
     return made

@@ -2,6 +2,7 @@
 # Side by side with the strongest PyTorch, on a machine with a GPU and PyTorch: whole steps (side_by_side.csv), every piece
 # of them (pieces.csv), dropless experts against padded ones (dropless.csv), in one go.
 # usage: benches/side_by_side.sh [MBPERF [OUTPUT FOLDER [WORKLOAD ...]]]
+# MBPERF_SECONDS=1, PIECES_TURNS=1: shorter, with wider intervals.
 # PARTS="pieces dropless": those alone, of: steps pieces dropless
 set -euo pipefail
 cd "$(dirname "$0")/.."

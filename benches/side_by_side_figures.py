@@ -5,7 +5,8 @@ import host_model_figures as figures
 
 # Student's t, 0.975, by degrees of freedom = ratios - 1.
 T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-MBPERF_SECONDS = "2"
+# Of one run of mbperf: what its pairs of steps take.
+MBPERF_SECONDS = os.environ.get("MBPERF_SECONDS", "2")
 
 LLAMA = "-m llama -mr llama3_8b -g h100 -cp 1 --num_layers 4"
 QWEN_DROPLESS = "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 4"
