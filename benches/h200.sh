@@ -2,15 +2,16 @@
 # Every figure that results/h200/ holds, on a machine with a GPU (PyTorch and compute-sanitizer beside it): builds nothing.
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
-# parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side ops verdict
+# parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side verdict
 #        host_model pages
+# SANITIZE: a pattern; the sanitizer then sees the ops alone whose names match.
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side ops pages}
+parts=${*:-selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side pages}
 mkdir -p "$out"
 wants() { [[ " $parts " == *" $1 "* ]]; }
 row() { # FILE ARGUMENTS...
@@ -70,7 +71,7 @@ sanitizer_part() {
     export mbperf out
     "$mbperf" selftest --small --list --except 'arms equal' >"$out/last.names" || return
     # One process a check: a finding names its op.
-    grep -vE '^(gemm|fresh|replays|capture)' "$out/last.names" | while read -r op; do
+    grep -vE '^(gemm|fresh|replays|capture)' "$out/last.names" | grep -E "${SANITIZE:-.}" | while read -r op; do
         printf '%s\n' memcheck "$op" 'arms equal' racecheck "$op" 'arms equal'
     done >"$out/last.list"
     for arms in 'llama attn,mlp' 'qwen alltoall' 'hybrid mamba'; do
@@ -139,12 +140,6 @@ fi
 if wants side; then
     echo "== side by side with PyTorch"
     benches/side_by_side.sh "$mbperf" "$out" 2>"$out/last.log" || tail -5 "$out/last.log"
-fi
-if wants ops; then
-    echo "== pieces"
-    "$mbperf" ops -m llama -mr llama3_8b -g h100 -cp 1 --num_layers 1 --max_microbatches 1 --format csv >"$out/pieces.csv"
-    "$mbperf" ops $QWEN --num_layers 1 --stack_only --format csv | tail -n +2 >>"$out/pieces.csv"
-    "$mbperf" ops gemm $QWEN $PADDED --num_layers 1 --stack_only --format csv | tail -n +2 >>"$out/pieces.csv"
 fi
 if wants verdict; then
     benches/verdict.sh "$mbperf" "$out"
