@@ -599,13 +599,21 @@ fn moe(add: &mut Add) {
     }
     add(Arc::new(ChunkMap { experts: 32, local: 8, rows: 500 }));
     for layout in [Layout::Nt, Layout::Nn, Layout::Tn] {
-        for (experts, rows, n, k) in
-            [(1, 1, 8, 8), (5, 333, 136, 264), (8, 1500, 768, 256), (8, 2000, 256, 1536)]
-        {
-            for (out, accumulate) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, true)] {
-                if layout == Layout::Tn || (!accumulate && out == DType::Bf16) {
+        for (experts, rows, n, k) in [
+            (1, 1, 8, 8),
+            (5, 333, 136, 264),
+            (8, 1500, 768, 256),
+            (8, 2000, 256, 1536),
+            (40, 700, 72, 136),
+            (3, 1700, 264, 520),
+        ] {
+            for (out, accumulate) in
+                [(DType::Bf16, false), (DType::Bf16, true), (DType::F32, false), (DType::F32, true)]
+            {
+                if layout == Layout::Tn || !accumulate {
                     let grouped = GroupedGemm { experts, rows, filled: rows, n, k, layout, out, accumulate };
-                    for ranks in [1, 4] {
+                    // What steps have: main gradients alone are fp32, and accumulate.
+                    for ranks in [1, 4].into_iter().filter(|_| accumulate || out == DType::Bf16) {
                         let bins = experts * ranks;
                         add(Arc::new(PerExpertGemm { grouped: grouped.clone(), bins }));
                     }

@@ -31,7 +31,7 @@ void (*emulated_ran)(int kind, const char* name, const unsigned* grid, const uns
 
 namespace {
 enum Result {
-    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, NOT_FOUND = 500,
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NOT_SUPPORTED = 801, INVALID_IMAGE = 200, NOT_FOUND = 500,
     CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_UNJOINED = 904,
     CAPTURE_ISOLATION = 905, CAPTURED_EVENT = 907, NOT_READY = 600
 };
@@ -588,6 +588,8 @@ R cuModuleGetFunction(Function** f, Module* m, const char* name) {
     return NOT_FOUND;
 }
 R cuFuncLoad(Function*) { return SUCCESS; }
+// Of compute capability 9.0 upward.
+R cuTensorMapEncodeTiled(...) { return NOT_SUPPORTED; }
 R cuFuncGetName(const char** s, Function* f) { *s = f->name.c_str(); return SUCCESS; }
 R cuKernelGetName(const char** s, Function* f) { *s = f->name.c_str(); return SUCCESS; }
 R cuFuncGetParamInfo(Function* f, size_t i, size_t* offset, size_t* size) {

@@ -114,6 +114,11 @@ impl KernelCache {
         self.nvrtc.is_some()
     }
 
+    /// Whether kernels are loaded on a device, to be launched.
+    pub fn launches(&self) -> bool {
+        self.mode == Mode::Online
+    }
+
     /// Registers, spills and shared memory of every kernel compiled (not of those read from the disk cache),
     /// each with its source and defines.
     pub fn usage(&self) -> &[(String, Usage)] {

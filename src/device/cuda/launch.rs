@@ -83,21 +83,26 @@ impl Kernel {
                 return wrong(format!("takes parameters of {sizes:?} bytes, {given:?} were passed"));
             }
         }
-        let values = params.iter().map(|p| value(*p)).collect();
-        Ok(KernelLaunch { kernel: self.clone(), config, values })
+        let (mut values, mut starts) = (Vec::new(), Vec::new());
+        for param in params {
+            starts.push(values.len());
+            put(&mut values, *param);
+        }
+        Ok(KernelLaunch { kernel: self.clone(), config, values: values.into(), starts: starts.into() })
     }
 }
 
-/// The bits of a parameter in the low bytes of a slot (CUDA hosts are little-endian).
-fn value(param: Param) -> u64 {
-    match param {
+/// Appends the bits of a parameter, in the low bytes of a word if it is shorter (CUDA hosts are little-endian).
+fn put(values: &mut Vec<u64>, param: Param) {
+    values.push(match param {
         Param::Ptr(p) => p.0,
         Param::I32(v) => v as u32 as u64,
         Param::U32(v) => v as u64,
         Param::I64(v) => v as u64,
         Param::U64(v) => v,
         Param::F32(v) => v.to_bits() as u64,
-    }
+        Param::TensorMap(words) => return values.extend(words),
+    });
 }
 
 /// A kernel with its configuration and arguments: one driver call puts it on a stream.
@@ -105,8 +110,10 @@ fn value(param: Param) -> u64 {
 pub struct KernelLaunch {
     kernel: Kernel,
     config: Config,
-    /// One slot a parameter.
+    /// The parameters, each from a word of its own on.
     values: Box<[u64]>,
+    /// First word of each.
+    starts: Box<[usize]>,
 }
 
 impl KernelLaunch {
@@ -117,12 +124,12 @@ impl KernelLaunch {
             return Err(DeviceError::internal("a kernel that was prepared without a device was launched"));
         }
         let mut pointers = [std::ptr::null_mut(); MAX_PARAMS];
-        for (pointer, value) in pointers.iter_mut().zip(&self.values) {
-            *pointer = std::ptr::from_ref(value).cast_mut().cast();
+        for (pointer, start) in pointers.iter_mut().zip(&self.starts) {
+            *pointer = std::ptr::from_ref(&self.values[*start]).cast_mut().cast();
         }
         let Config { grid, block, shared_bytes } = self.config;
-        // SAFETY: the function is loaded (its module is held); there is a slot for every parameter, of at least
-        // its size (checked in `bind`); the driver reads the values before it returns.
+        // SAFETY: the function is loaded (its module is held); every parameter has as many words as
+        // its size asks for (checked in `bind`); the driver reads the values before it returns.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 function,
@@ -146,7 +153,8 @@ impl KernelLaunch {
         Work::Kernel { name: self.kernel.0.name.clone(), grid, block, shared_bytes }
     }
 
-    /// Function handle, configuration and values, to launch the same by hand (cost check of `selftest`).
+    /// Function handle, configuration and values, to launch the same by hand (cost check of `selftest`, whose kernel
+    /// takes parameters of one word).
     pub(super) fn parts(&self) -> (sys::CUfunction, Config, &[u64]) {
         (self.kernel.0.function, self.config, &self.values)
     }

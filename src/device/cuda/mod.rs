@@ -31,5 +31,6 @@ mod session;
 pub mod signature;
 mod symbols;
 pub mod target;
+pub mod tensor_map;
 mod tuner;
 pub mod work;

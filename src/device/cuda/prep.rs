@@ -39,6 +39,8 @@ pub enum Param {
     U64(u64),
     /// `float`
     F32(f32),
+    /// `TensorMap`, from [`CudaPrep::tensor_map`]
+    TensorMap([u64; super::tensor_map::WORDS]),
 }
 
 impl From<DevPtr> for Param {

@@ -2,6 +2,7 @@
 //! arguments is an error at preparation, not silent corruption on the device.
 
 use super::prep::Param;
+use super::tensor_map::WORDS;
 
 /// What one parameter takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -12,6 +13,8 @@ pub enum Kind {
     I64,
     U64,
     F32,
+    /// How the tensor memory accelerator finds boxes of a tensor; a struct of this name.
+    TensorMap,
     /// A type that this reader does not know (a macro): only its size is checked, once the kernel is loaded.
     Unknown,
 }
@@ -25,6 +28,7 @@ impl Kind {
             Param::I64(_) => Kind::I64,
             Param::U64(_) => Kind::U64,
             Param::F32(_) => Kind::F32,
+            Param::TensorMap(_) => Kind::TensorMap,
         }
     }
     /// Bytes on the device; `None`: unknown.
@@ -32,6 +36,7 @@ impl Kind {
         match self {
             Kind::Pointer | Kind::I64 | Kind::U64 => Some(8),
             Kind::I32 | Kind::U32 | Kind::F32 => Some(4),
+            Kind::TensorMap => Some(8 * WORDS),
             Kind::Unknown => None,
         }
     }
@@ -43,6 +48,7 @@ impl Kind {
             Kind::I64 => "long long",
             Kind::U64 => "unsigned long long",
             Kind::F32 => "float",
+            Kind::TensorMap => "a tensor map",
             Kind::Unknown => "another type",
         }
     }
@@ -81,7 +87,7 @@ pub fn check(declared: &[Declared], params: &[Param]) -> Result<(), String> {
     for (i, (d, p)) in declared.iter().zip(params).enumerate() {
         let given = Kind::of(p);
         let fits = match d.kind {
-            Kind::Unknown => given != Kind::Pointer,
+            Kind::Unknown => !matches!(given, Kind::Pointer | Kind::TensorMap),
             kind => kind == given,
         };
         if !fits {
@@ -194,6 +200,7 @@ fn parse_param(piece: &str) -> Declared {
         "long long" | "i64" | "long long int" => Kind::I64,
         "unsigned long long" | "u64" | "size_t" | "unsigned long long int" => Kind::U64,
         "float" => Kind::F32,
+        "TensorMap" => Kind::TensorMap,
         _ => Kind::Unknown,
     };
     Declared { kind, name }
@@ -210,7 +217,7 @@ mod tests {
         template <typename T> __global__ void nor_this(T* x) {}
         extern "C" __global__ void __launch_bounds__(256, 2)
         first(const bf16* __restrict__ x, /* rows, */ int rows, float eps, unsigned long long key,
-              u32 draw, long long stride, OUT fill) { }
+              u32 draw, long long stride, OUT fill, const __grid_constant__ TensorMap map) { }
         extern "C" __global__ __launch_bounds__(THREADS) void second(void) {}
     "#;
 
@@ -221,7 +228,7 @@ mod tests {
     #[test]
     fn signatures_are_read() {
         use Kind::*;
-        assert_eq!(kinds("first").unwrap(), [Pointer, I32, F32, U64, U32, I64, Unknown]);
+        assert_eq!(kinds("first").unwrap(), [Pointer, I32, F32, U64, U32, I64, Unknown, TensorMap]);
         assert_eq!(kinds("second").unwrap(), []);
         assert_eq!(kinds("not_this"), None);
         assert_eq!(kinds("nor_this"), None);

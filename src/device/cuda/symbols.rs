@@ -59,6 +59,7 @@ pub const DRIVER: &[&str] = &[
     "cuStreamEndCapture",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuTensorMapEncodeTiled",
 ];
 
 pub const CUBLASLT: &[&str] = &[

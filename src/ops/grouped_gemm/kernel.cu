@@ -1,4 +1,5 @@
 // Grouped product on tensor cores, one output tile of TILE_M x TILE_N a block of eight warps.
+// On Hopper forward products and data gradients have hopper.cu.
 //
 // Constants: LAYOUT (0 Nt, 1 Nn, 2 Tn), TILE_N (256 or 128), OUT (bf16 or float), ACCUMULATE (Tn only), WGMMA (1:
 // wgmma of sm_90a, warps one above the other; 0: mma.sync m16n8k16, warps 2 x 4).

@@ -1,5 +1,6 @@
 //! Products of all experts in one launch; the rows of each are read from offsets on the device.
 
+mod hopper;
 mod per_expert;
 #[cfg(test)]
 mod tests;
@@ -99,6 +100,18 @@ impl GroupedGemm {
     /// Rows and columns of the output matrix that tiles cut: of all rows, or of one expert.
     fn columns(&self) -> usize {
         if self.layout == Layout::Tn { self.k } else { self.n }
+    }
+    /// `LAYOUT` of the kernels.
+    fn layout_number(&self) -> u32 {
+        match self.layout {
+            Layout::Nt => 0,
+            Layout::Nn => 1,
+            Layout::Tn => 2,
+        }
+    }
+    /// `OUT` of the kernels.
+    fn out_name(&self) -> &'static str {
+        if self.out == DType::Bf16 { "bf16" } else { "float" }
     }
 
     fn run<T: Real>(&self, args: &mut CpuArgs<T>) -> Result<(), DeviceError> {
@@ -220,20 +233,18 @@ impl Op for GroupedGemm {
                 )));
             }
         }
+        if let (true, &[offsets, a, b, d]) = (hopper::fits(self, cuda.cc), args) {
+            return hopper::prepare(self, cuda, [offsets, a, b, d]);
+        }
         let columns = self.columns();
         let wgmma = cuda.cc == WGMMA_CC;
         let wide = columns > TILE_N[0] && ring_bytes(TILE_N[1], wgmma) <= shared_limit(cuda.cc);
         let tile_n = TILE_N[wide as usize];
         let shared = ring_bytes(tile_n, wgmma);
-        let layout = match self.layout {
-            Layout::Nt => 0,
-            Layout::Nn => 1,
-            Layout::Tn => 2,
-        };
         let defines = [
-            ("LAYOUT", layout.to_string()),
+            ("LAYOUT", self.layout_number().to_string()),
             ("TILE_N", tile_n.to_string()),
-            ("OUT", if self.out == DType::Bf16 { "bf16" } else { "float" }.to_string()),
+            ("OUT", self.out_name().to_string()),
             ("ACCUMULATE", (self.accumulate as u32).to_string()),
             ("WGMMA", (wgmma as u32).to_string()),
         ];
