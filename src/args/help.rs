@@ -98,12 +98,30 @@ fn option(arg: &Arg, length: Length) -> String {
 
 /// An option with the first clause of its description beside it, or below where the names are long.
 fn brief(names: &str, text: &str) -> String {
-    let ends = ["; ", ". ", ": "].iter().filter_map(|end| text.find(end));
-    let told = wrap(&text[..ends.min().unwrap_or(text.len())], BRIEF_INDENT);
+    let told = wrap(clause(text), BRIEF_INDENT);
     match names.len() < BRIEF_INDENT {
         true => format!("{names:<BRIEF_INDENT$}{}", &told[BRIEF_INDENT..]),
         false => format!("{names}\n{told}"),
     }
+}
+
+/// A description up to what is said beyond it: outside brackets, for what they hold is part of a clause.
+fn clause(text: &str) -> &str {
+    const ENDS: [&str; 4] = ["; ", ". ", ", e.g. ", " [default"];
+    let mut depth = 0;
+    for (at, c) in text.char_indices() {
+        // `0.. of` ends nothing.
+        let ends = ENDS.iter().any(|end| text[at..].starts_with(end)) && !text[..at].ends_with('.');
+        if depth == 0 && ends {
+            return &text[..at];
+        }
+        match c {
+            '(' | '[' => depth += 1,
+            ')' | ']' => depth -= 1,
+            _ => {}
+        }
+    }
+    text
 }
 
 /// Lines of at most [`WIDTH`] columns, each indented.
@@ -119,4 +137,26 @@ fn wrap(text: &str, indent: usize) -> String {
         line.push(' ');
     }
     out + line.trim_end() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clause_ends_outside_brackets() {
+        for (text, expected) in [
+            ("Model family, e.g. qwen", "Model family"),
+            ("GPUs of the job; the batch scales", "GPUs of the job"),
+            (
+                "A stream of its own (both arms; slower). Not with --x",
+                "A stream of its own (both arms; slower)",
+            ),
+            ("Time for it [default: 20; 60 at most]", "Time for it"),
+            ("Ranks 0.. of the job. Left out: one", "Ranks 0.. of the job"),
+            ("Bits", "Bits"),
+        ] {
+            assert_eq!(clause(text), expected);
+        }
+    }
 }
