@@ -28,13 +28,9 @@ const BARRIER: usize = 8;
 /// as fast or faster at every mean number of rows an expert that was measured, from 128 (uneven, 5 %) to 4096.
 const PAIRED_ROWS: usize = TILE_M;
 
-/// Whether weight gradients (Tn) take this kernel too. NVRTC 13.0 miscompiled their copies of A; hopper.cu goes round it,
-/// which is seen in the machine code but was not run on a device yet. Until `selftest` there passes: kernel.cu.
-const WEIGHT_GRADIENTS: bool = false;
-
 /// Whether the kernel is for this device and shape: a tensor map has no empty dimension.
 pub(super) fn fits(op: &GroupedGemm, cc: u32) -> bool {
-    cc == CC && op.rows > 0 && (WEIGHT_GRADIENTS || op.layout != Layout::Tn)
+    cc == CC && op.rows > 0
 }
 
 /// How the output is cut.
