@@ -284,6 +284,7 @@ fn clusters_divide_the_group() {
     let clusters = [(8, 1), (8, 2), (8, 8), (16, 1), (6, 1), (5, 1), (4, 2)];
     let found = clusters.map(|(q, k)| hopper::cluster(&shape(Positions::whole(1, 64), 64, q, k, 128)));
     assert_eq!(found, [8, 4, 1, 8, 2, 1, 2]);
+    assert_eq!(hopper::cluster(&shape(Positions::whole(1, 4096), 4096, 8, 1, 128)), 4);
 }
 
 /// Within what was measured; cuDNN elsewhere.
