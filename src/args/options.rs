@@ -382,7 +382,7 @@ pub struct Mbperf {
     /// Expert products: grouped (one kernel, counts read on the device) or per_expert (sized by host counts)
     #[arg(long, value_name = "NAME", default_value = "grouped")]
     pub expert_gemm: ExpertGemm,
-    /// Attention kernels: auto (cuDNN where it is there and takes the shape), cudnn or own
+    /// Attention kernels: auto (cuDNN where it is there and takes the shape, but own where faster), cudnn or own
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub attention_backend: AttentionKernels,
     /// false: cuDNN's attention may sum gradients in any order; faster, and the arms may differ in bits

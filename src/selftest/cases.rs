@@ -52,6 +52,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     gemm(&mut add);
     norm_and_rope(&mut add);
     attention(&mut add);
+    wgmma_attention(&mut add);
     windows_and_sinks(&mut add);
     biases(&mut add);
     elementwise(&mut add);
@@ -272,6 +273,38 @@ fn attention(add: &mut Add) {
                 add(Arc::new(AttnBwd { shape }));
             }
         }
+    }
+}
+
+/// Edges of the kernels for heads of 128 on compute capability 9.0: one row, tiles of 64 and one row more, both ways to delta (512
+/// tokens), groups of every cluster size, and groups that a cluster takes in turns.
+fn wgmma_attention(add: &mut Add) {
+    for (batch, seq, q_heads, kv_heads) in [
+        (1, 2, 8, 1),
+        (2, 63, 4, 1),
+        (1, 64, 4, 2),
+        (2, 65, 8, 1),
+        (1, 128, 4, 1),
+        (1, 128, 8, 1),
+        (1, 192, 2, 2),
+        (1, 200, 16, 1),
+        (1, 130, 6, 1),
+        (1, 129, 5, 1),
+        (1, 512, 8, 1),
+        (1, 512, 2, 2),
+        (2, 577, 4, 1),
+        (1, 640, 8, 1),
+    ] {
+        let shape = AttnShape {
+            positions: Positions::whole(batch, seq),
+            kv_len: seq,
+            q_heads,
+            kv_heads,
+            head_dim: 128,
+            ..AttnShape::default()
+        };
+        add(Arc::new(AttnFwd { shape: shape.clone() }));
+        add(Arc::new(AttnBwd { shape }));
     }
 }
 

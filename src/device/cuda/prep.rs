@@ -1,6 +1,6 @@
 //! What ops see of CUDA: addresses, kernels by source, issues that only launch.
 
-use super::cudnn::{AttentionChoice, AttentionUse, Pass, SdpaCall, SdpaSpec, Sdpas};
+use super::cudnn::{AttentionBackend, AttentionChoice, AttentionUse, Pass, SdpaCall, SdpaSpec, Sdpas};
 use super::kernels::{Kernel, KernelCache};
 use super::matmul::{MatmulPlan, MatmulSpec};
 use super::target::{Code, Target};
@@ -187,14 +187,20 @@ impl CudaPrep<'_> {
     }
 
     /// Attention by cuDNN on `args` (in the op's order), or `None` when the op's own kernels are to run. `wanted`:
-    /// the case, or why cuDNN has no plan for it; its `deterministic` is set here, from the run's choice.
+    /// the case, or why cuDNN has no plan for it; its `deterministic` is set here, from the run's choice. `own_is_faster`: our
+    /// own kernels were measured to be the faster ones for this case.
     pub fn sdpa(
         &mut self,
         wanted: Result<SdpaSpec, String>,
         args: &[DevPtr],
+        own_is_faster: bool,
     ) -> Result<Option<Issue>, DeviceError> {
         let free = !self.attention.deterministic;
         let wanted = wanted.map(|s| SdpaSpec { deterministic: s.pass == Pass::Forward || !free, ..s });
+        if own_is_faster && self.attention.backend == AttentionBackend::Auto {
+            self.attention_use.took_own();
+            return Ok(None);
+        }
         super::cudnn::choose(self.sdpas, self.attention, self.attention_use, wanted, args)
     }
 }

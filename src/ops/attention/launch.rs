@@ -1,6 +1,6 @@
 //! CUDA side: checks, tile sizes, grids and kernel parameters.
 
-use super::AttnShape;
+use super::{AttnShape, hopper};
 use crate::device::DeviceError;
 use crate::device::cuda::cudnn::{Pass, SdpaSpec};
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
@@ -93,6 +93,10 @@ impl Tiles {
             tiles.dkv.1 = if d <= PLAIN_HEAD_DIM { 32 } else { 16 };
         }
         tiles
+    }
+    /// What each launch of the dk/dv kernel computes: `[dk, dv]`.
+    fn dkv_parts(&self) -> &'static [[bool; 2]] {
+        if self.dkv_apart { &[[true, false], [false, true]] } else { &[[true, true]] }
     }
     /// `[dk, dv]`: which of the two the dk/dv kernel computes.
     fn defines(&self, s: &AttnShape, [dk, dv]: [bool; 2]) -> Vec<(&'static str, String)> {
@@ -301,8 +305,12 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     let Some((&[q, k, v], sinks, words, &[o, lse])) = split(s, args) else {
         return Err(DeviceError::internal("attention_fwd: wrong number of arguments"));
     };
-    if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Forward), args)? {
+    let faster = hopper::faster_than_cudnn(s, cuda.cc, Pass::Forward);
+    if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Forward), args, faster)? {
         return Ok(issue);
+    }
+    if hopper::takes(s, cuda.cc) {
+        return hopper::forward(s, cuda, [q, k, v, o, lse]);
     }
     let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
@@ -340,6 +348,21 @@ pub(super) fn backward_workspace(s: &AttnShape) -> usize {
     delta_bytes(s) + parts * elements * 4
 }
 
+/// delta = do . o of every row and head.
+fn delta_rows(
+    s: &AttnShape,
+    cuda: &mut CudaPrep,
+    [o, d_o, delta]: [DevPtr; 3],
+) -> Result<Issue, DeviceError> {
+    const ROWS_PER_BLOCK: usize = 8;
+    let tiles = Tiles::of(s, cuda.cc);
+    let kernel = cuda.kernel(BACKWARD, "attention_delta", &tiles.defines(s, tiles.dkv_parts()[0]), 0)?;
+    let mut params = [o, d_o, delta].map(Param::Ptr).to_vec();
+    params.extend([s.batch(), s.q_len(), s.q_heads].map(|x| Param::I32(x as i32)));
+    let blocks = (s.batch() * s.q_len() * s.q_heads).div_ceil(ROWS_PER_BLOCK);
+    cuda.launch(&kernel, Config::linear(blocks, 256), &params)
+}
+
 /// `args` as [`super::AttnBwd`] lists them.
 pub(super) fn backward(
     s: &AttnShape,
@@ -352,21 +375,25 @@ pub(super) fn backward(
     let Some((&[q, k, v, o, lse, d_o], sinks, words, &[dq, dk, dv])) = split(s, gradients) else {
         return Err(DeviceError::internal("attention_bwd: wrong number of arguments"));
     };
-    if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Backward), args)? {
+    let faster = hopper::faster_than_cudnn(s, cuda.cc, Pass::Backward);
+    if let Some(issue) = cuda.sdpa(sdpa(s, Pass::Backward), args, faster)? {
         return Ok(issue);
+    }
+    if hopper::takes(s, cuda.cc) {
+        let mut issues = Vec::new();
+        if !hopper::forms_delta(s) {
+            issues.push(delta_rows(s, cuda, [o, d_o, workspace])?);
+        }
+        issues.push(hopper::backward(s, cuda, [q, k, v, o, d_o, lse, workspace, dq, dk, dv])?);
+        return Ok(Issue::Many(issues));
     }
     let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
     let tiles = Tiles::of(s, cuda.cc);
-    let parts: &[[bool; 2]] = if tiles.dkv_apart { &[[true, false], [false, true]] } else { &[[true, true]] };
+    let parts = tiles.dkv_parts();
     let defines = tiles.defines(s, parts[0]);
     let pointers = |list: &[DevPtr]| -> Vec<Param> { list.iter().copied().map(Param::Ptr).collect() };
 
-    const DELTA_ROWS_PER_BLOCK: usize = 8;
-    let kernel = cuda.kernel(BACKWARD, "attention_delta", &defines, 0)?;
-    let mut params = pointers(&[o, d_o, delta]);
-    params.extend([s.batch(), s.q_len(), s.q_heads].map(|x| Param::I32(x as i32)));
-    let blocks = (s.batch() * s.q_len() * s.q_heads).div_ceil(DELTA_ROWS_PER_BLOCK);
-    let mut issues = vec![cuda.launch(&kernel, Config::linear(blocks, 256), &params)?];
+    let mut issues = vec![delta_rows(s, cuda, [o, d_o, delta])?];
     if let (Some(sinks), &[dsinks]) = (sinks, dsinks) {
         let kernel = cuda.kernel(BACKWARD, "attention_dsinks", &defines, 0)?;
         let mut params = pointers(&[lse, delta, sinks, dsinks]);

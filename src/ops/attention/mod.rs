@@ -12,6 +12,7 @@
 //! probabilities and the score gradients are rounded to bf16 where they enter the second products. The CPU
 //! reference leaves those two unrounded.
 
+mod hopper;
 mod launch;
 mod reference;
 #[cfg(test)]

@@ -259,3 +259,56 @@ fn groups_are_split_where_kv_heads_are_few() {
     // Never more parts than the group has heads.
     assert_eq!(launch::dkv_splits(&shape(Positions::whole(1, 16), 16, 6, 2, 64)), 3);
 }
+
+#[test]
+fn wgmma_kernels_take_plain_causal_heads_of_128() {
+    let plain = shape(Positions::whole(1, 300), 300, 8, 2, 128);
+    assert!(hopper::takes(&plain, 90));
+    assert!(!hopper::takes(&plain, 80) && !hopper::takes(&plain, 100));
+    assert!(hopper::takes(&windowed(plain.clone(), 300), 90));
+    for other in [
+        windowed(plain.clone(), 299),
+        sunk(plain.clone()),
+        both_ways(plain.clone()),
+        dropped(plain.clone(), 0.1),
+        latent(plain.clone(), 64),
+        AttnShape { head_dim: 64, ..plain.clone() },
+        shape(Positions { batch: 1, seq: 96, chunks: [(0, 48), (144, 48)] }, 192, 8, 2, 128),
+    ] {
+        assert!(!hopper::takes(&other, 90), "{other:?}");
+    }
+}
+
+#[test]
+fn clusters_divide_the_group() {
+    let clusters = [(8, 1), (8, 2), (8, 8), (16, 1), (6, 1), (5, 1), (4, 2)];
+    let found = clusters.map(|(q, k)| hopper::cluster(&shape(Positions::whole(1, 64), 64, q, k, 128)));
+    assert_eq!(found, [8, 4, 1, 8, 2, 1, 2]);
+    assert_eq!(hopper::cluster(&shape(Positions::whole(1, 4096), 4096, 8, 1, 128)), 4);
+}
+
+/// Within what was measured; cuDNN elsewhere.
+#[test]
+fn short_sequences_are_faster_on_own_kernels() {
+    use crate::device::cuda::cudnn::Pass;
+    let llama = |batch, seq| shape(Positions::whole(batch, seq), seq, 32, 8, 128);
+    let faster = |s: AttnShape| [Pass::Forward, Pass::Backward].map(|p| hopper::faster_than_cudnn(&s, 90, p));
+    assert_eq!(faster(llama(1, 128)), [true; 2]);
+    assert_eq!(faster(llama(1, 2048)), [false, true]);
+    assert_eq!(faster(llama(1, 4096)), [false; 2]);
+    assert_eq!(faster(llama(2, 128)), [false; 2]);
+    assert!(!hopper::faster_than_cudnn(&llama(1, 128), 100, Pass::Forward));
+}
+
+/// One launch for the gradients of a short sequence on compute capability 9.0, one more for delta beyond; none of it changes the
+/// workspace, which no device is known for.
+#[test]
+fn wgmma_gradients_take_one_launch() {
+    use crate::device::cuda::prep::OfflinePrep;
+    for (arch, seq, launches) in [("sm_90a", 512, 1), ("sm_90a", 513, 2), ("sm_80", 512, 4)] {
+        let s = shape(Positions::whole(1, seq), seq, 8, 2, 128);
+        let mut prep = OfflinePrep::new(arch).unwrap();
+        assert_eq!(prep.launches(&AttnBwd { shape: s.clone() }).unwrap(), launches, "{arch} {seq}");
+        assert_eq!(prep.launches(&AttnFwd { shape: s }).unwrap(), 1);
+    }
+}

@@ -8,7 +8,8 @@ use std::collections::HashSet;
 /// `--attention_backend`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum AttentionBackend {
-    /// cuDNN where it is there and takes the shape, our own kernels otherwise.
+    /// cuDNN where it is there and takes the shape, our own kernels otherwise, and where they were measured to be faster (short
+    /// sequences; src/ops/attention/hopper.rs).
     #[default]
     Auto,
     /// cuDNN; an error where it cannot.
@@ -48,6 +49,11 @@ pub(in crate::device::cuda) struct AttentionUse {
 impl AttentionUse {
     pub fn ran_cudnn(&self) -> bool {
         self.version.is_some()
+    }
+
+    /// Our own kernels are to run.
+    pub fn took_own(&mut self) {
+        self.own = true;
     }
 
     /// For the row: `cudnn 9.14.0`, `own`, both joined with `+`; `None` without attention.
