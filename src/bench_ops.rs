@@ -2,6 +2,7 @@
 //! ceilings that are measured in the same process (a large copy, a large product), and of the best of cuBLASLt's list.
 
 mod bench;
+pub(crate) mod options;
 mod products;
 
 use crate::args::Args;

@@ -278,6 +278,9 @@ fn say_notices(resolved: &Resolved, args: &Args) {
 /// As [`run`]; a GPU is needed.
 pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow::Result<()> {
     commands::folders(args.mbperf.cuda_path.as_deref(), args.mbperf.kernel_cache.as_deref())?;
+    // A signal ends it at once: nothing is open that it could spoil.
+    let _interrupt = Interrupt::watch()?;
+    crate::bench_ops::options::check(args)?;
     let (plan, options) = ops_of(args)?;
     if !choose_device(args)? {
         return Err(DeviceError::Unavailable(

@@ -1,7 +1,7 @@
 //! One `--resume` at a time on a result file: two would find the same runs lacking, and make each twice.
 
 use crate::args::Args;
-use crate::commands::Usage;
+use crate::commands::{self, Usage};
 use crate::report::{Target, writer};
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
@@ -27,10 +27,10 @@ impl Drop for Alone {
     }
 }
 
-/// Locks the output of a run that resumes. `None`: there is nothing to lock, or no way to.
+/// Locks the output of a run that resumes. `None`: there is nothing to lock, or no way to, which is then said.
 ///
 /// # Errors
-/// Another process resumes the file (exit 2).
+/// Another process resumes the file, or something lies in the lock's place that is not one (exit 2).
 pub(super) fn alone(args: &Args, target: &Target) -> Result<Option<Alone>, Usage> {
     let Some(rows) = target.file().filter(|rows| args.mbperf.resume && !writer::is_device(rows)) else {
         return Ok(None);
@@ -41,10 +41,32 @@ pub(super) fn alone(args: &Args, target: &Target) -> Result<Option<Alone>, Usage
         // What keeps it from being made is told where the rows are opened.
         let _ = std::fs::create_dir_all(folder);
     }
-    let path = name(rows);
+    // Two names of one file are one file.
+    let path = name(&std::fs::canonicalize(rows).unwrap_or_else(|_| rows.to_owned()));
+    let unlocked = |why: &std::io::Error| {
+        commands::say(&format!(
+            "--resume: no lock could be had beside {} ({why}): see to it that no other process resumes it",
+            rows.display()
+        ));
+    };
     loop {
-        // A folder in which nothing can be made may hold files that can be written.
-        let Ok(file) = OpenOptions::new().append(true).create(true).open(&path) else { return Ok(None) };
+        // A lock is empty, always: anything else is somebody's, and opening a pipe would wait for ever.
+        if let Ok(there) = path.symlink_metadata()
+            && !(there.is_file() && there.len() == 0)
+        {
+            return Err(Usage(format!(
+                "--resume: {} is no lock that mbperf made (an empty file): move it away, or give the rows another file (-o)",
+                path.display()
+            )));
+        }
+        let file = match OpenOptions::new().append(true).create(true).open(&path) {
+            Ok(file) => file,
+            // A folder in which nothing can be made may hold files that can be written.
+            Err(why) => {
+                unlocked(&why);
+                return Ok(None);
+            }
+        };
         match file.try_lock() {
             Err(TryLockError::WouldBlock) => {
                 return Err(Usage(format!(
@@ -54,7 +76,10 @@ pub(super) fn alone(args: &Args, target: &Target) -> Result<Option<Alone>, Usage
                 )));
             }
             // A file system without locks.
-            Err(TryLockError::Error(_)) => return Ok(None),
+            Err(TryLockError::Error(why)) => {
+                unlocked(&why);
+                return Ok(None);
+            }
             Ok(()) if is_in_place(&file, &path) => {
                 return Ok(Some(Alone { _locked: file, path, folder: made }));
             }
@@ -111,5 +136,26 @@ mod tests {
         std::fs::write(name(&rows), "").unwrap();
         assert!(at(&rows, "--resume").unwrap().is_some());
         assert_eq!(std::fs::read_dir(folder.path().join("new")).unwrap().count(), 0);
+        // What is somebody else's is left as it is.
+        std::fs::write(name(&rows), "precious").unwrap();
+        let said = at(&rows, "--resume").err().unwrap().to_string();
+        assert!(said.contains(".x.csv.resume is no lock"), "{said}");
+        assert_eq!(std::fs::read_to_string(name(&rows)).unwrap(), "precious");
+        std::fs::remove_file(name(&rows)).unwrap();
+        std::fs::create_dir(name(&rows)).unwrap();
+        assert!(at(&rows, "--resume").is_err());
+        std::fs::remove_dir(name(&rows)).unwrap();
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("nowhere", name(&rows)).unwrap();
+            assert!(at(&rows, "--resume").is_err());
+            std::fs::remove_file(name(&rows)).unwrap();
+            // Two names of one file.
+            std::fs::write(&rows, "").unwrap();
+            let link = rows.with_file_name("link.csv");
+            std::os::unix::fs::symlink(&rows, &link).unwrap();
+            let first = at(&link, "--resume").unwrap();
+            assert!(first.is_some() && at(&rows, "--resume").is_err());
+        }
     }
 }

@@ -246,6 +246,10 @@ fn search(
                 }
                 return Ok(found);
             }
+            // What the user named is not passed over for another one.
+            Err(e) if candidate.parent().is_some_and(|folder| asked.iter().any(|a| a == folder)) => {
+                return Err(format!("{} cannot be used: {e}", candidate.display()));
+            }
             Err(e) if candidate.is_absolute() => broken.push(format!("{}: {e}", candidate.display())),
             Err(_) => {}
         }

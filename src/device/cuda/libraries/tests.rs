@@ -41,6 +41,16 @@ fn a_broken_library_is_named() {
     assert!(error.contains("not usable"), "{error}");
 }
 
+/// A library that is broken where the user said to look is not passed over for another one.
+#[test]
+fn a_broken_library_in_the_named_folder_ends_the_search() {
+    let [named, other] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
+    std::fs::write(named.path().join("libcudnn.so.9"), "not a library").unwrap();
+    let folders = [&named, &other].map(|f| f.path().to_path_buf());
+    let error = search(Library::Cudnn, &folders, &folders[..1], None).unwrap_err();
+    assert!(error.contains("cannot be used") && error.contains("libcudnn.so.9"), "{error}");
+}
+
 #[test]
 fn python_environments_are_searched() {
     let prefix = tempfile::tempdir().unwrap();
