@@ -59,9 +59,8 @@ fn another_setting_is_run_and_then_held() {
     let mut expected = 0;
     for more in [
         "",
-        "--attention_deterministic false",
-        "--no_samplers",
-        "--overlap_wgrad",
+        "--grad_dtype bf16",
+        "--optimizer none",
         "--lr 0.01",
         "--max_microbatches 1",
         "--host_model pytorch",
@@ -69,6 +68,27 @@ fn another_setting_is_run_and_then_held() {
         expected += 2;
         assert_eq!((step(folder, more), step(folder, more)), (expected, expected), "{more}");
     }
+}
+
+/// Without `--device` the CPU takes the GPU's place, and has no streams: the row must not say that it used them.
+#[test]
+fn a_cpu_that_stands_in_has_no_streams() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let line = format!("{} -o x.csv --overlap_wgrad", RUN.replace("--device cpu", "").replace("-q", ""));
+    let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
+    // A driver with no device, where there is a driver.
+    let command = command.current_dir(folder).env("CUDA_VISIBLE_DEVICES", "");
+    let output = command.args(line.split_whitespace()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("--overlap_wgrad changes nothing"), "{said}");
+    let mut reader = csv::Reader::from_path(folder.join("x.csv")).unwrap();
+    let at = reader.headers().unwrap().iter().position(|c| c == "overlap_wgrad").unwrap();
+    let cells: Vec<String> = reader.records().map(|r| r.unwrap()[at].to_owned()).collect();
+    assert_eq!(cells, ["false", "false"]);
+    // It is the run without the option, and is held as one.
+    assert_eq!((run(folder, "-o x.csv --resume").0, rows(folder)), (Some(0), 2));
 }
 
 /// Writes `cell` into a column of the file's last rows.
