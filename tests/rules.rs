@@ -183,6 +183,19 @@ fn pairs() -> Vec<Pair> {
         pair("M30", LLAMA, "--max_time 5 -ms 50", "-ms 50"),
         pair("M30", LLAMA, "--max_time 5 train.train_iters=50", "--max_time 5"),
         pair("M30", LLAMA, "--block_steps 10 -ms 50", "--block_steps 10"),
+        pair(
+            "M31",
+            LLAMA,
+            "--deterministic --attention_deterministic false",
+            "--deterministic --attention_deterministic true",
+        ),
+        // One arm too takes cuDNN's faster kernels.
+        pair(
+            "M31",
+            LLAMA,
+            "--attention_deterministic false --deterministic --cuda_graph_impl none",
+            "--attention_deterministic false --cuda_graph_impl none",
+        ),
         pair("M22", QWEN, "--first_k_dense_replace 48", "--first_k_dense_replace 47"),
         pair("R11", LLAMA, format!("{TE} full_iteration"), FULL),
         pair("R12", LLAMA, format!("{FULL},mlp"), FULL),

@@ -326,4 +326,16 @@ pub const RULES: &[Rule] = &[
             Some(format!("{name} with {asked} {steps}: {why}"))
         },
     },
+    Rule {
+        id: "M31",
+        wrong: "--deterministic together with --attention_deterministic false",
+        remedy: "Leave one of the two out.",
+        broken: |e| {
+            let both = e.args.performance.deterministic && !e.args.mbperf.attention_deterministic;
+            when(both, || {
+                "--deterministic asks for the same bits in every run, --attention_deterministic false lets attention add in any order"
+                    .to_owned()
+            })
+        },
+    },
 ];
