@@ -192,6 +192,34 @@ fn what_no_run_leaves_is_not_taken_for_one() {
     }
 }
 
+/// A file that was cut, if only between the two bytes of its last end, is refused by all who read it or add to it.
+#[test]
+fn half_a_line_end_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(run(folder, "-o x.csv").0, Some(0));
+    let path = folder.join("x.csv");
+    let whole = std::fs::read(&path).unwrap();
+    assert!(whole.ends_with(b"\r\n"));
+    let codes = || {
+        let of = |line: &str| {
+            let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
+            command.current_dir(folder).args(line.split(' ')).output().unwrap().status.code()
+        };
+        [
+            run(folder, "-o x.csv").0,
+            run(folder, "-o x.csv --resume").0,
+            of("report x.csv -o page.html"),
+            of("compare x.csv --new x.csv"),
+        ]
+    };
+    std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+    assert_eq!(codes(), [Some(2), Some(2), Some(2), Some(12)]);
+    // Lines that end in LF alone are whole.
+    std::fs::write(&path, String::from_utf8(whole).unwrap().replace("\r\n", "\n")).unwrap();
+    assert_eq!(codes()[..3], [Some(0); 3]);
+}
+
 /// Two would make the same runs.
 #[test]
 fn a_file_that_another_process_resumes_is_left_to_it() {
