@@ -1,6 +1,6 @@
 //! A model's file: two formats, and what is refused in them.
 
-use super::{HostModel, KINDS, PARTS, Point, Replay};
+use super::{HostModel, KINDS, Point, Replay};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
@@ -49,7 +49,7 @@ impl File {
                     forward_ms: ms,
                     backward_ms: ms,
                 };
-                KINDS.map(any).into()
+                KINDS.map(|(kind, _)| any(kind)).into()
             }
             (2, None, Some(replays)) => match replays.iter().position(|r| r.parts.is_empty()) {
                 Some(i) => return Err(format!("module_replays[{i}]: parts is empty, a graph holds some")),
@@ -121,18 +121,20 @@ impl HostModel {
             }
             Err(format!("{what} is {ms} ms: a time between 0 and {LONGEST_MS} ms is needed"))
         };
-        let kind = |place: &str, kind: &str| {
-            if KINDS.contains(&kind) {
-                return Ok(());
+        // The parts of a kind of layer.
+        let parts_of = |place: &str, kind: &str| match KINDS.iter().find(|(name, _)| *name == kind) {
+            Some((_, parts)) => Ok(*parts),
+            None => {
+                let names = KINDS.map(|(name, _)| name).join(", ");
+                Err(format!("{place}: layer {kind:?} is not one of {names}"))
             }
-            Err(format!("{place}: layer {kind:?} is not one of {}", KINDS.join(", ")))
         };
-        let part = |place: &str, part: &str| {
-            if PARTS.iter().any(|(name, _)| *name == part) {
+        let part = |place: &str, kind: &str, part: &str| {
+            let parts = parts_of(place, kind)?;
+            if parts.contains(&part) {
                 return Ok(());
             }
-            let names = PARTS.map(|(name, _)| name).join(", ");
-            Err(format!("{place}: part {part:?} is not one of {names}"))
+            Err(format!("{place}: part {part:?} is none of layer {kind:?}, which has {}", parts.join(", ")))
         };
         // It stands in rows and tables.
         if self.name.trim() != self.name || self.name.is_empty() || self.name.chars().any(char::is_control) {
@@ -148,7 +150,7 @@ impl HostModel {
         }
         for (i, point) in self.layers.iter().enumerate() {
             let place = format!("layers[{i}]");
-            kind(&place, &point.layer)?;
+            parts_of(&place, &point.layer)?;
             if point.tokens == 0 {
                 return Err(format!("{place}: tokens is 0"));
             }
@@ -156,9 +158,17 @@ impl HostModel {
             if let Some(first) = self.layers[..i].iter().position(|p| same(&p)) {
                 return Err(format!("{place}: layer and tokens are those of layers[{first}]"));
             }
-            for (name, ms) in point.forward_ms.iter().chain(&point.backward_ms) {
-                part(&place, name)?;
-                time(&format!("{place}: {name}"), *ms)?;
+            for (table, of_pass) in [("forward_ms", &point.forward_ms), ("backward_ms", &point.backward_ms)] {
+                let place = format!("{place}.{table}");
+                // The entry of another size would be taken for it, or no figure at all.
+                if of_pass.is_empty() {
+                    let parts = parts_of(&place, &point.layer)?.join(", ");
+                    return Err(format!("{place} is empty: layer {:?} has {parts}", point.layer));
+                }
+                for (name, ms) in of_pass {
+                    part(&place, &point.layer, name)?;
+                    time(&format!("{place}: {name}"), *ms)?;
+                }
             }
         }
         if self.replays.is_empty() {
@@ -166,9 +176,9 @@ impl HostModel {
         }
         for (i, replay) in self.replays.iter().enumerate() {
             let place = format!("module_replays[{i}]");
-            kind(&place, &replay.layer)?;
+            parts_of(&place, &replay.layer)?;
             for name in &replay.parts {
-                part(&place, name)?;
+                part(&place, &replay.layer, name)?;
             }
             time(&format!("{place}: forward_ms"), replay.forward_ms)?;
             time(&format!("{place}: backward_ms"), replay.backward_ms)?;
