@@ -8,6 +8,8 @@ use std::path::Path;
 
 /// The model compiled in.
 pub(super) const PYTORCH: &str = include_str!("../../host_models/pytorch.json");
+/// Words with meanings of their own, in the option and in rows.
+const BUILT_IN: [&str; 2] = ["bare", "pytorch"];
 /// A part that takes longer than this on the host is a mistake of units: a second is a thousand times the truth.
 const LONGEST_MS: f64 = 1000.0;
 
@@ -74,6 +76,14 @@ impl File {
     }
 }
 
+/// What is wrong, with the table that holds it, where it is not the file's own.
+fn located(error: &serde_path_to_error::Error<serde_json::Error>) -> String {
+    match error.path().iter().next() {
+        None => error.inner().to_string(),
+        Some(_) => format!("{}: {}", error.path(), error.inner()),
+    }
+}
+
 impl HostModel {
     /// `bare` (none), `pytorch`, or a file, whose name gets a digest of what it holds: `calibrated:1a2b3c4d`.
     ///
@@ -92,6 +102,13 @@ impl HostModel {
                 }
                 let text = std::fs::read_to_string(Path::new(file)).map_err(|e| failed(e.to_string()))?;
                 let model = Self::parse(file, &text)?;
+                if BUILT_IN.contains(&model.name.as_str()) {
+                    let reason = format!(
+                        "name {:?} is that of a built-in model, which the file is not: give it another",
+                        model.name
+                    );
+                    return Err(HostModelError::Form { path: file.into(), reason });
+                }
                 // Calibrations are all called alike: rows are told apart by what is in them.
                 let digest = Sha256::digest(text.as_bytes());
                 let digest: String = digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
@@ -107,9 +124,7 @@ impl HostModel {
             return Err(form("the file is no JSON object; docs/host_model.md describes its form".into()));
         }
         let mut reader = serde_json::Deserializer::from_str(text);
-        // Which of many tables holds what is wrong.
-        let file: File = serde_path_to_error::deserialize(&mut reader)
-            .map_err(|e| form(format!("{}: {}", e.path(), e.inner())))?;
+        let file: File = serde_path_to_error::deserialize(&mut reader).map_err(|e| form(located(&e)))?;
         reader.end().map_err(|e| form(e.to_string()))?;
         file.into_model().map_err(form)
     }

@@ -345,7 +345,8 @@ fn files_are_read_strictly() {
         let named = format!("layers[0].{table}: part \"attn\" is stated twice");
         assert!(twice.contains(&named), "{twice}");
     }
-    assert!(with("\"iteration_replay_ms\"", "\"name\"").contains("duplicate field `name`"));
+    let twice = with("\"iteration_replay_ms\"", "\"name\"");
+    assert!(twice.starts_with("--host_model x.json: duplicate field `name`"), "{twice}");
     let more = HostModel::parse("x.json", &format!("{PYTORCH} {{}}")).unwrap_err().to_string();
     assert!(more.contains("trailing"), "{more}");
     assert!(HostModel::parse("x.json", "{").is_err());
@@ -426,13 +427,18 @@ fn a_file_is_told_from_another_of_its_name_by_what_it_holds() {
         std::fs::write(&path, text).unwrap();
         HostModel::load(path.to_str().unwrap()).unwrap().unwrap().name
     };
-    let (one, same) = (name(PYTORCH), name(PYTORCH));
+    let mine = PYTORCH.replace("\"name\": \"pytorch\"", "\"name\": \"mine\"");
+    let (one, same) = (name(&mine), name(&mine));
     assert_eq!(one, same);
-    assert!(one.starts_with("pytorch:") && one.len() == "pytorch:".len() + 8, "{one}");
-    assert_ne!(
-        one,
-        name(&PYTORCH.replace("\"iteration_replay_ms\": 0.298", "\"iteration_replay_ms\": 0.299"))
-    );
+    assert!(one.starts_with("mine:") && one.len() == "mine:".len() + 8, "{one}");
+    assert_ne!(one, name(&mine.replace("\"iteration_replay_ms\": 0.298", "\"iteration_replay_ms\": 0.299")));
+    // Words that mean something else in a row.
+    for taken in ["pytorch", "bare"] {
+        let path = folder.path().join("model.json");
+        std::fs::write(&path, mine.replace("\"mine\"", &format!("\"{taken}\""))).unwrap();
+        let said = HostModel::load(path.to_str().unwrap()).unwrap_err().to_string();
+        assert!(said.contains(&format!("name {taken:?} is that of a built-in model")), "{said}");
+    }
     assert_eq!(pytorch().name, "pytorch");
 }
 
