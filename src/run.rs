@@ -1,6 +1,6 @@
 //! One run: configuration, program, device, measurement, rows.
 
-use crate::args::{Args, DeviceChoice, Format};
+use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::capture::{self, RunPlan};
 use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::RunConfig;
@@ -125,6 +125,13 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     beside::limit(args)?;
     faults(args)?;
     check_spin(args, args.mbperf.device != DeviceChoice::Cpu)?;
+    let own = &args.mbperf;
+    if own.attention_backend == AttentionKernels::Own && !own.attention_deterministic {
+        return Err(usage(
+            "--attention_deterministic false with --attention_backend own: mbperf's own kernels add in one order, it would \
+             change nothing; leave one of the two out",
+        ));
+    }
     HostModel::load(&args.mbperf.host_model)?;
     let target = target(resolved, args);
     if args.mbperf.resume && target.file().is_none() {

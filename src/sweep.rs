@@ -49,7 +49,7 @@ pub struct Asked<'a> {
 impl Asked<'_> {
     fn holds(&self, row: &Record) -> bool {
         row.cell("status") == "ok"
-            && row.cell("digest_match") != "false"
+            && (row.cell("digest_match") != "false" || workload::unordered(row.cell("command")))
             && self.filled.iter().all(|column| !row.cell(column).is_empty())
             && !(self.strict && disturbed(row))
     }
@@ -59,6 +59,7 @@ impl Asked<'_> {
 fn disturbed(row: &Record) -> bool {
     let over = |column: &str, limit: f64| row.cell(column).parse::<f64>().is_ok_and(|x| x > limit);
     row.cell("steady_reached") != "true"
+        || row.cell("digest_match") == "false"
         || row.cell("verdict") == "undecided"
         || row.cell("throttle_reasons").split('+').any(|r| !["", "none", POWER_CAP].contains(&r))
         || over("other_processes_max", 0.0)
@@ -232,5 +233,35 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("new.csv"), "").unwrap();
         assert_eq!(asked(&folder.path().join("new.csv"), &|_| {}), None);
+    }
+
+    /// Other bits are no sign of other work where attention may add in any order, and are no proof of equal work either.
+    #[test]
+    fn unequal_bits_count_where_the_order_was_left_open() {
+        let done = |more: &str, strict: bool| {
+            let (_folder, path) = written("ok", 2);
+            let mut reader = csv::Reader::from_path(&path).unwrap();
+            let header = reader.headers().unwrap().clone();
+            let command = format!("{}{more}", facts().command);
+            let mut writer = csv::Writer::from_writer(Vec::new());
+            writer.write_record(&header).unwrap();
+            for row in reader.records().map(Result::unwrap) {
+                let cells = header.iter().zip(&row).map(|(column, cell)| match column {
+                    "digest_match" => "false",
+                    "steady_reached" => "true",
+                    "command" => &command,
+                    _ => cell,
+                });
+                writer.write_record(cells).unwrap();
+            }
+            std::fs::write(&path, writer.into_inner().unwrap()).unwrap();
+            let rows =
+                Row::without_outcome(&RunFacts { command, ..facts() }, &Options::default(), "skipped", "");
+            !already_run(&path, &rows, Asked { filled: &["digest_match"], strict }).unwrap().is_empty()
+        };
+        assert!(done(" --attention_deterministic false", false));
+        assert!(!done(" --attention_deterministic false", true));
+        assert!(!done(" --attention_deterministic true", false));
+        assert!(!done("", false));
     }
 }

@@ -145,6 +145,10 @@ fn the_brief_help_has_every_option_and_says_less_of_it() {
     let (whole, brief) = (page("--help"), page("-h"));
     assert!(brief.lines().count() * 3 < whole.lines().count() * 2, "{brief}");
     assert!(brief.lines().all(|l| l.len() <= 110) && brief.contains("mbperf --help"), "{brief}");
+    // A heading has something below it.
+    let lines: Vec<&str> = brief.lines().collect();
+    let bare = |two: &&[&str]| !two[0].starts_with(' ') && two[0].ends_with(':') && !two[1].starts_with(' ');
+    assert_eq!(lines.windows(2).find(bare), None);
     let command = <Args as clap::CommandFactory>::command();
     let shown = command.get_arguments().filter(|a| !a.is_hide_set());
     let longs: Vec<String> = shown.filter_map(|a| a.get_long()).map(|l| format!("--{l}")).collect();

@@ -122,6 +122,16 @@ fn folders_that_are_none_are_refused() {
     }
 }
 
+/// Only cuDNN's attention has another order to add in.
+#[test]
+fn own_attention_has_one_order() {
+    let dir = tempdir().unwrap();
+    let line = "-m llama -mr llama3_8b -g h100 -d --attention_deterministic false";
+    let said = fails(dir.path(), &format!("{line} --attention_backend own"), 2);
+    assert!(said.contains("--attention_deterministic false with --attention_backend own"), "{said}");
+    assert_eq!(run(dir.path(), &format!("{line} --attention_backend cudnn")).status.code(), Some(0));
+}
+
 #[test]
 fn ops_that_are_not_there_are_told() {
     let dir = tempdir().unwrap();

@@ -59,9 +59,8 @@ fn another_setting_is_run_and_then_held() {
     let mut expected = 0;
     for more in [
         "",
-        "--attention_deterministic false",
-        "--no_samplers",
-        "--overlap_wgrad",
+        "--grad_dtype bf16",
+        "--optimizer none",
         "--lr 0.01",
         "--max_microbatches 1",
         "--host_model pytorch",
@@ -69,6 +68,27 @@ fn another_setting_is_run_and_then_held() {
         expected += 2;
         assert_eq!((step(folder, more), step(folder, more)), (expected, expected), "{more}");
     }
+}
+
+/// Without `--device` the CPU takes the GPU's place, and has no streams: the row must not say that it used them.
+#[test]
+fn a_cpu_that_stands_in_has_no_streams() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let line = format!("{} -o x.csv --overlap_wgrad", RUN.replace("--device cpu", "").replace("-q", ""));
+    let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
+    // A driver with no device, where there is a driver.
+    let command = command.current_dir(folder).env("CUDA_VISIBLE_DEVICES", "");
+    let output = command.args(line.split_whitespace()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("--overlap_wgrad changes nothing"), "{said}");
+    let mut reader = csv::Reader::from_path(folder.join("x.csv")).unwrap();
+    let at = reader.headers().unwrap().iter().position(|c| c == "overlap_wgrad").unwrap();
+    let cells: Vec<String> = reader.records().map(|r| r.unwrap()[at].to_owned()).collect();
+    assert_eq!(cells, ["false", "false"]);
+    // It is the run without the option, and is held as one.
+    assert_eq!((run(folder, "-o x.csv --resume").0, rows(folder)), (Some(0), 2));
 }
 
 /// Writes `cell` into a column of the file's last rows.
@@ -170,6 +190,34 @@ fn what_no_run_leaves_is_not_taken_for_one() {
         assert_eq!(run(folder, "-o x.csv --resume").0, Some(0));
         assert_eq!(rows(folder), 4, "{column}={cell}");
     }
+}
+
+/// A file that was cut, if only between the two bytes of its last end, is refused by all who read it or add to it.
+#[test]
+fn half_a_line_end_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert_eq!(run(folder, "-o x.csv").0, Some(0));
+    let path = folder.join("x.csv");
+    let whole = std::fs::read(&path).unwrap();
+    assert!(whole.ends_with(b"\r\n"));
+    let codes = || {
+        let of = |line: &str| {
+            let mut command = assert_cmd::Command::cargo_bin("mbperf").unwrap();
+            command.current_dir(folder).args(line.split(' ')).output().unwrap().status.code()
+        };
+        [
+            run(folder, "-o x.csv").0,
+            run(folder, "-o x.csv --resume").0,
+            of("report x.csv -o page.html"),
+            of("compare x.csv --new x.csv"),
+        ]
+    };
+    std::fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+    assert_eq!(codes(), [Some(2), Some(2), Some(2), Some(12)]);
+    // Lines that end in LF alone are whole.
+    std::fs::write(&path, String::from_utf8(whole).unwrap().replace("\r\n", "\n")).unwrap();
+    assert_eq!(codes()[..3], [Some(0); 3]);
 }
 
 /// Two would make the same runs.

@@ -43,10 +43,14 @@ pub fn render(main: &mut Command, subcommands: &Command, length: Length) -> Stri
         }
     }
     for group in groups {
-        let _ = writeln!(page, "\n{group}:");
         let ours = |a: &&Arg| {
             !a.is_positional() && !a.is_hide_set() && a.get_help_heading().unwrap_or("Other") == group
         };
+        // The brief page leaves out what is refused, and many groups hold nothing else.
+        if length == Length::Brief && !main.get_arguments().any(|a| ours(&a)) {
+            continue;
+        }
+        let _ = writeln!(page, "\n{group}:");
         for arg in main.get_arguments().filter(ours) {
             page += &option(arg, length);
         }

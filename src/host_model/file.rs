@@ -1,6 +1,6 @@
 //! A model's file: two formats, and what is refused in them.
 
-use super::{HostModel, KINDS, PARTS, Point, Replay};
+use super::{HostModel, KINDS, Point, Replay};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
@@ -8,6 +8,8 @@ use std::path::Path;
 
 /// The model compiled in.
 pub(super) const PYTORCH: &str = include_str!("../../host_models/pytorch.json");
+/// Words with meanings of their own, in the option and in rows.
+const BUILT_IN: [&str; 2] = ["bare", "pytorch"];
 /// A part that takes longer than this on the host is a mistake of units: a second is a thousand times the truth.
 const LONGEST_MS: f64 = 1000.0;
 
@@ -49,7 +51,7 @@ impl File {
                     forward_ms: ms,
                     backward_ms: ms,
                 };
-                KINDS.map(any).into()
+                KINDS.map(|(kind, _)| any(kind)).into()
             }
             (2, None, Some(replays)) => match replays.iter().position(|r| r.parts.is_empty()) {
                 Some(i) => return Err(format!("module_replays[{i}]: parts is empty, a graph holds some")),
@@ -74,6 +76,14 @@ impl File {
     }
 }
 
+/// What is wrong, with the table that holds it, where it is not the file's own.
+fn located(error: &serde_path_to_error::Error<serde_json::Error>) -> String {
+    match error.path().iter().next() {
+        None => error.inner().to_string(),
+        Some(_) => format!("{}: {}", error.path(), error.inner()),
+    }
+}
+
 impl HostModel {
     /// `bare` (none), `pytorch`, or a file, whose name gets a digest of what it holds: `calibrated:1a2b3c4d`.
     ///
@@ -92,6 +102,13 @@ impl HostModel {
                 }
                 let text = std::fs::read_to_string(Path::new(file)).map_err(|e| failed(e.to_string()))?;
                 let model = Self::parse(file, &text)?;
+                if BUILT_IN.contains(&model.name.as_str()) {
+                    let reason = format!(
+                        "name {:?} is that of a built-in model, which the file is not: give it another",
+                        model.name
+                    );
+                    return Err(HostModelError::Form { path: file.into(), reason });
+                }
                 // Calibrations are all called alike: rows are told apart by what is in them.
                 let digest = Sha256::digest(text.as_bytes());
                 let digest: String = digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
@@ -107,9 +124,7 @@ impl HostModel {
             return Err(form("the file is no JSON object; docs/host_model.md describes its form".into()));
         }
         let mut reader = serde_json::Deserializer::from_str(text);
-        // Which of many tables holds what is wrong.
-        let file: File = serde_path_to_error::deserialize(&mut reader)
-            .map_err(|e| form(format!("{}: {}", e.path(), e.inner())))?;
+        let file: File = serde_path_to_error::deserialize(&mut reader).map_err(|e| form(located(&e)))?;
         reader.end().map_err(|e| form(e.to_string()))?;
         file.into_model().map_err(form)
     }
@@ -121,18 +136,20 @@ impl HostModel {
             }
             Err(format!("{what} is {ms} ms: a time between 0 and {LONGEST_MS} ms is needed"))
         };
-        let kind = |place: &str, kind: &str| {
-            if KINDS.contains(&kind) {
-                return Ok(());
+        // The parts of a kind of layer.
+        let parts_of = |place: &str, kind: &str| match KINDS.iter().find(|(name, _)| *name == kind) {
+            Some((_, parts)) => Ok(*parts),
+            None => {
+                let names = KINDS.map(|(name, _)| name).join(", ");
+                Err(format!("{place}: layer {kind:?} is not one of {names}"))
             }
-            Err(format!("{place}: layer {kind:?} is not one of {}", KINDS.join(", ")))
         };
-        let part = |place: &str, part: &str| {
-            if PARTS.iter().any(|(name, _)| *name == part) {
+        let part = |place: &str, kind: &str, part: &str| {
+            let parts = parts_of(place, kind)?;
+            if parts.contains(&part) {
                 return Ok(());
             }
-            let names = PARTS.map(|(name, _)| name).join(", ");
-            Err(format!("{place}: part {part:?} is not one of {names}"))
+            Err(format!("{place}: part {part:?} is none of layer {kind:?}, which has {}", parts.join(", ")))
         };
         // It stands in rows and tables.
         if self.name.trim() != self.name || self.name.is_empty() || self.name.chars().any(char::is_control) {
@@ -148,7 +165,7 @@ impl HostModel {
         }
         for (i, point) in self.layers.iter().enumerate() {
             let place = format!("layers[{i}]");
-            kind(&place, &point.layer)?;
+            parts_of(&place, &point.layer)?;
             if point.tokens == 0 {
                 return Err(format!("{place}: tokens is 0"));
             }
@@ -156,9 +173,17 @@ impl HostModel {
             if let Some(first) = self.layers[..i].iter().position(|p| same(&p)) {
                 return Err(format!("{place}: layer and tokens are those of layers[{first}]"));
             }
-            for (name, ms) in point.forward_ms.iter().chain(&point.backward_ms) {
-                part(&place, name)?;
-                time(&format!("{place}: {name}"), *ms)?;
+            for (table, of_pass) in [("forward_ms", &point.forward_ms), ("backward_ms", &point.backward_ms)] {
+                let place = format!("{place}.{table}");
+                // The entry of another size would be taken for it, or no figure at all.
+                if of_pass.is_empty() {
+                    let parts = parts_of(&place, &point.layer)?.join(", ");
+                    return Err(format!("{place} is empty: layer {:?} has {parts}", point.layer));
+                }
+                for (name, ms) in of_pass {
+                    part(&place, &point.layer, name)?;
+                    time(&format!("{place}: {name}"), *ms)?;
+                }
             }
         }
         if self.replays.is_empty() {
@@ -166,9 +191,9 @@ impl HostModel {
         }
         for (i, replay) in self.replays.iter().enumerate() {
             let place = format!("module_replays[{i}]");
-            kind(&place, &replay.layer)?;
+            parts_of(&place, &replay.layer)?;
             for name in &replay.parts {
-                part(&place, name)?;
+                part(&place, &replay.layer, name)?;
             }
             time(&format!("{place}: forward_ms"), replay.forward_ms)?;
             time(&format!("{place}: backward_ms"), replay.backward_ms)?;

@@ -25,8 +25,12 @@ const PARTS: [(&str, Part); 6] = [
     ("mamba", Part::Mamba),
 ];
 
-/// Layer kinds of a file: what a layer is told by.
-const KINDS: [&str; 3] = ["dense", "moe", "mamba"];
+/// Layer kinds of a file, and the parts that each can have.
+const KINDS: [(&str, &[&str]); 3] = [
+    ("dense", &["attn", "mlp"]),
+    ("moe", &["attn", "moe_router", "moe_preprocess", "moe_experts"]),
+    ("mamba", &["mamba"]),
+];
 
 /// Host time of one kind of layer at one size.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -81,6 +85,8 @@ pub struct Coverage {
     pub launches: usize,
     /// Kinds of layers that the program has and the table has nothing of.
     pub unknown_kinds: BTreeSet<&'static str>,
+    /// Of the other kinds: parts that the program has in a pass and no entry of the table has a time of.
+    unknown_parts: BTreeMap<(&'static str, &'static str), Vec<Pass>>,
 }
 
 impl Coverage {
@@ -88,14 +94,19 @@ impl Coverage {
         self.other_launches as f64 / self.launches.max(1) as f64
     }
 
-    /// What the fraction alone would leave to be guessed: that a whole kind of layer is not in the model.
+    /// What the fraction alone would leave to be guessed: that a whole kind of layer, or a part of it, is not in the model.
     pub fn notice(&self, model: &str) -> Option<String> {
-        let kinds: Vec<&str> = self.unknown_kinds.iter().copied().collect();
-        (!kinds.is_empty()).then(|| {
+        let kinds = self.unknown_kinds.iter().map(|kind| format!("{kind} layers"));
+        let parts = self.unknown_parts.iter().map(|((kind, part), passes)| match passes.as_slice() {
+            [pass] => format!("{} of {part} in {kind} layers", pass.name()),
+            _ => format!("{part} in {kind} layers"),
+        });
+        let lacking: Vec<String> = kinds.chain(parts).collect();
+        (!lacking.is_empty()).then(|| {
             format!(
-                "The host model {model} has no {} layers: each of their launches takes other_launch_ms, as {:.0} % of this \
+                "The host model {model} has no {}: each of their launches takes other_launch_ms, as {:.0} % of this \
                  step's launches do, so that what is modelled rests on that one figure there.",
-                kinds.join(" and no "),
+                lacking.join(" and no "),
                 self.other_fraction() * 100.0
             )
         })
@@ -151,10 +162,24 @@ impl HostModel {
     pub fn costs(&self, plan: &RunPlan, tokens: usize) -> (HostCosts, Coverage) {
         let (eager, other_launches) = self.arm(&plan.eager, tokens);
         let graph = plan.graph.as_ref().map(|arm| self.arm(arm, tokens).0);
-        let mut unknown_kinds: BTreeSet<&str> = layer_kinds(&plan.eager.program).into_values().collect();
+        let program = &plan.eager.program;
+        let kinds = layer_kinds(program);
+        let mut unknown_kinds: BTreeSet<&str> = kinds.values().copied().collect();
         unknown_kinds.retain(|kind| !self.layers.iter().any(|p| p.layer == *kind));
-        let launches = plan.eager.program.launches.len();
-        let coverage = Coverage { other_launches, launches, unknown_kinds };
+        let mut unknown_parts: BTreeMap<_, Vec<Pass>> = BTreeMap::new();
+        for i in (0..program.launches.len()).filter(|i| !program.launches[*i].staging) {
+            let (layer, part, pass, _) = key(program, i);
+            let Some(kind) = layer.and_then(|layer| kinds.get(&layer)).copied() else { continue };
+            let Some(name) = part_name(part).filter(|_| !unknown_kinds.contains(kind)) else { continue };
+            if self.part_ms(kind, part, pass, tokens).is_none() {
+                let passes = unknown_parts.entry((kind, name)).or_default();
+                if !passes.contains(&pass) {
+                    passes.push(pass);
+                }
+            }
+        }
+        let coverage =
+            Coverage { other_launches, launches: program.launches.len(), unknown_kinds, unknown_parts };
         (HostCosts { eager, graph }, coverage)
     }
 

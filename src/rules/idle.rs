@@ -264,9 +264,25 @@ pub const RULES: &[Rule] = &[
                 })
             })
             .or_else(|| {
-                when(own.attention_backend != AttentionKernels::Auto && cpu, || {
-                    "--attention_backend with --device cpu: the CPU has one attention".to_owned()
-                })
+                let given = [
+                    (
+                        own.attention_backend != AttentionKernels::Auto,
+                        "--attention_backend",
+                        "the CPU has one attention",
+                    ),
+                    (
+                        !own.attention_deterministic,
+                        "--attention_deterministic false",
+                        "the CPU's attention adds in one order",
+                    ),
+                    (own.overlap_wgrad, "--overlap_wgrad", "the CPU has no streams"),
+                    (own.no_samplers, "--no_samplers", "nothing of a card is read there"),
+                    (own.alternate_samplers, "--alternate_samplers", "nothing of a card is read there"),
+                    (own.kernel_cache.is_some(), "--kernel_cache", "the CPU compiles no kernels"),
+                    (own.cuda_path.is_some(), "--cuda_path", "the CPU needs no CUDA library"),
+                ];
+                let (_, name, why) = given.into_iter().find(|(given, ..)| cpu && *given)?;
+                Some(format!("{name} with --device cpu: {why}"))
             })
             .or_else(|| {
                 let why = if cpu {
@@ -308,6 +324,18 @@ pub const RULES: &[Rule] = &[
             };
             let asked = if e.args.training.max_steps.is_some() { "-ms" } else { "train.train_iters=" };
             Some(format!("{name} with {asked} {steps}: {why}"))
+        },
+    },
+    Rule {
+        id: "M31",
+        wrong: "--deterministic together with --attention_deterministic false",
+        remedy: "Leave one of the two out.",
+        broken: |e| {
+            let both = e.args.performance.deterministic && !e.args.mbperf.attention_deterministic;
+            when(both, || {
+                "--deterministic asks for the same bits in every run, --attention_deterministic false lets attention add in any order"
+                    .to_owned()
+            })
         },
     },
 ];

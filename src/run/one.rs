@@ -67,6 +67,10 @@ pub(super) fn one(
     let host_model = HostModel::load(&args.mbperf.host_model)?;
     let on_gpu = choose_device(args)?;
     check_spin(args, on_gpu)?;
+    if !on_gpu && std::mem::take(&mut resolved.config.overlap_wgrad) {
+        // `--device auto`: with `cpu` a rule refuses it.
+        say(args, "device cpu: it has no streams, so that --overlap_wgrad changes nothing");
+    }
     if !on_gpu && !args.mbperf.full_size {
         let change = shrink::shrink(&mut resolved.config, given(args));
         say(args, &format!("device cpu: the model is run in small ({change}); --full_size runs it whole"));

@@ -127,7 +127,8 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     }
     // A number that was cut short is a number, and the row looks whole. Row and end are written at once: without the end
     // nothing says that the row is.
-    if !bytes.ends_with(b"\n") && !bytes.ends_with(b"\r") {
+    // Half of an end is none, as for who appends to the file.
+    if !bytes.ends_with(b"\n") {
         return Err(format!(
             "{name}: its last line has no line end, as if it was cut short while it was written: remove that line, or end it \
              if it is whole"

@@ -17,6 +17,12 @@ pub fn settings(command: &str) -> Option<String> {
     }
 }
 
+/// Whether a row's command let attention add in any order: its arms may then differ in bits and be sound.
+pub fn unordered(command: &str) -> bool {
+    let args = words(command).and_then(|words| args::parse(words).ok());
+    matches!(args, Some(Command::Run(args)) if !args.mbperf.attention_deterministic)
+}
+
 /// Keys whose values are in columns of their own.
 const IN_COLUMNS: [&str; 3] = ["model.cuda_graph_impl", "model.cuda_graph_scope", "rng.seed"];
 
