@@ -3,7 +3,7 @@
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side verdict
-#        host_model pages
+#        host_model sweep (every scope of three models, with pages and workbooks; only by name) pages
 # SANITIZE: a pattern; the sanitizer then sees the ops alone whose names match.
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
@@ -147,6 +147,17 @@ fi
 if wants host_model; then
     echo "== host model against PyTorch"
     benches/host_model_check.sh "$mbperf" "$out"
+fi
+if wants sweep; then
+    echo "== sweeps: every scope worth trying, under PyTorch's host model too, with a profile of the last"
+    for line in "qwen3_30b_a3b $QWEN" "llama3_8b $LLAMA -sl 512" "nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100"; do
+        file=$out/sweep_${line%% *} start=$SECONDS
+        timeout -k 20 580 "$mbperf" ${line#* } --sweep --host_model pytorch --profile ${MAX_TIME:+--max_time "$MAX_TIME"} \
+            -o "$file.csv" >"$file.txt" 2>&1
+        echo "exit $?, $((SECONDS - start)) s: ${line#* } --sweep: $(tail -1 "$file.txt")"
+        "$mbperf" report "$file.csv" -o "$file.html" --xlsx "$file.xlsx"
+        echo "exit $?: $(basename "$file").html, .xlsx"
+    done
 fi
 if wants pages; then
     echo "== pages and workbooks of every result file"
