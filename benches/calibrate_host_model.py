@@ -18,11 +18,13 @@ times of every form, round by round, and device-busy times (last: a profiler slo
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 
+from command_line import Replaced, writable
 from host_model_figures import shared_out, spread
 
 POINTS = "dense:128,dense:512,dense:8192,moe:512,moe:4096"
@@ -174,7 +176,7 @@ def one_a_line(value, indent=0):
 
 
 def write(path, value):
-    with open(path, "w") as out:
+    with Replaced(path) as out:
         out.write(one_a_line(value) + "\n")
     print(f"wrote {path}", file=sys.stderr, flush=True)
 
@@ -213,6 +215,10 @@ def main():
     args = parser.parse_args()
     if args.rounds < 1 or args.layers < 1:
         parser.error("--rounds and --layers must be at least 1")
+    if args.check and os.path.realpath(args.check) == os.path.realpath(args.output):
+        parser.error("-o and --check name one file")
+    for path in (args.output, *([args.check] if args.check else [])):
+        writable(path)
     load()
     if not torch.cuda.is_available():
         sys.exit("calibrate_host_model.py: PyTorch sees no GPU: run it on the machine whose host time you want")

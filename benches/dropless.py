@@ -1,13 +1,13 @@
 """Dropless experts against drop-and-pad at qwen3_30b_a3b, sequence 4096: mbperf on both sides, scoped graphs
 (attn,moe_router), in turns of which every second goes backwards.
 
-usage: dropless.py MBPERF OUT.csv
+usage: dropless.py [--check] MBPERF OUT.csv      --check: looks at the arguments and measures nothing
 
 Needs a GPU and no PyTorch. Each round gives one ratio, dropless over padded; the interval is Student's t over the rounds'
 logarithms.
 """
-import csv, sys
-from side_by_side_figures import PADDED, QWEN_DROPLESS, interval, middle, times
+from command_line import Table
+from side_by_side_figures import PADDED, QWEN_DROPLESS, begin, interval, middle, times
 
 ROUNDS = 4
 # SPEED's bound: dropless, eager and scoped, takes at most 8 % more.
@@ -41,15 +41,11 @@ def lines(found):
 
 
 def main():
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    made = lines(measured(sys.argv[1]))
-    with open(sys.argv[2], "w", newline="") as f:
-        w = csv.writer(f)
-        w.writerow(COLUMNS)
-        w.writerows(made)
-    for line in made:
-        print(*line)
+    binary, target, _ = begin(__doc__, named=False)
+    with Table(target, COLUMNS) as table:
+        for line in lines(measured(binary)):
+            print(*line)
+            table.row(line)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,27 @@
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side verdict
-#        host_model sweep (every scope of three models, with pages and workbooks; only by name) pages
+#        host_model sweep (all scopes of three models, their pages and workbooks) pages; without one all but verdict, host_model and sweep,
+#        which take minutes each
 # SANITIZE: a pattern; the sanitizer then sees the ops alone whose names match.
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
+. benches/common.sh
+help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side pages}
-mkdir -p "$out"
-wants() { [[ " $parts " == *" $1 "* ]]; }
+all="selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side verdict host_model sweep pages"
+choose "$all" "selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side pages" "$@"
+seconds_in MAX_TIME
+grep -qE -e "${SANITIZE:-.}" </dev/null 2>/dev/null
+[ $? -le 1 ] || refuse "SANITIZE=$SANITIZE: no pattern of grep -E"
+begin
+if wants side; then # Words that it would refuse; PyTorch it may lack as long as other parts run.
+    benches/side_by_side.sh --check "$mbperf" "$out"
+    [ $? != 2 ] || exit 2
+fi
 row() { # FILE ARGUMENTS...
     local file=$1 start=$SECONDS
     shift
@@ -38,7 +48,7 @@ referee_part() {
     local dumps
     dumps=$(mktemp -d)
     local small="--hidden_size 512 -sl 256 --vocab_size 1024 --max_microbatches 1 -q --max_time 0.5 -o $dumps/rows.csv"
-    dump() { local name=$1; shift; "$mbperf" "$@" $small --dump "$dumps/$name" >/dev/null 2>&1 || echo "dump of $name: exit $?"; }
+    dump() { local name=$1; shift; "$mbperf" "$@" $small --dump "$dumps/$name" >/dev/null 2>&1 || { echo "dump of $name: exit $?"; rm -rf "${dumps:?}/$name"; }; }
     for device in cuda cpu; do
         dump ${device}_llama3_8b $LLAMA --num_layers 2 --device $device
         dump ${device}_qwen3_dropless $QWEN --num_layers 2 --device $device
@@ -71,7 +81,7 @@ sanitizer_part() {
     export mbperf out
     "$mbperf" selftest --small --list --except 'arms equal' >"$out/last.names" || return
     # One process a check: a finding names its op.
-    grep -vE '^(gemm|fresh|replays|capture)' "$out/last.names" | grep -E "${SANITIZE:-.}" | while read -r op; do
+    grep -vE '^(gemm|fresh|replays|capture)' "$out/last.names" | grep -E -e "${SANITIZE:-.}" | while read -r op; do
         printf '%s\n' memcheck "$op" 'arms equal' racecheck "$op" 'arms equal'
     done >"$out/last.list"
     for arms in 'llama attn,mlp' 'qwen alltoall' 'hybrid mamba'; do

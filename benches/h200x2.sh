@@ -10,33 +10,25 @@ cd "$(dirname "$0")/.." || exit 1
 # NVLink multicast (NVLS) is broken on some lent or virtualised machines: a program that uses it there can put the GPUs out of
 # service. Off unless the caller says otherwise, for mbperf and for the bare loop alike.
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-refuse() {
-    echo "h200x2.sh: $*" >&2
-    exit 2
-}
-case ${1:-} in -h | --help) sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }' benches/h200x2.sh; exit 0 ;; esac
+. benches/common.sh
+help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-rows captures bandwidth}
-for part in $parts; do
-    [[ " rows qwen llama nemotron captures bandwidth " == *" $part "* ]] ||
-        refuse "no part $part: known are rows qwen llama nemotron captures bandwidth"
-done
-wants() { [[ " $parts " == *" $1 "* ]]; }
+all="rows qwen llama nemotron captures bandwidth"
+choose "$all" "rows captures bandwidth" "$@"
+seconds_in MAX_TIME
+max_time=${MAX_TIME:-20}
 captures=${CAPTURES:-200}
 [[ $captures =~ ^[1-9][0-9]{0,5}$ ]] || refuse "CAPTURES=$captures: a number from 1 on is needed"
-max_time=${MAX_TIME:-20}
-[[ $max_time =~ ^[0-9]+(\.[0-9]+)?$ && $max_time =~ [1-9] ]] || refuse "MAX_TIME=$max_time: a number of seconds above 0 is needed"
-"$mbperf" --version </dev/null >/dev/null 2>&1 || refuse "mbperf cannot be run: $mbperf --version: exit $? (in $PWD)"
+begin
 if [ -z "${DRYRUN:-}" ]; then
     gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
     [ "$gpus" -ge 2 ] || refuse "two GPUs are needed, nvidia-smi -L lists $gpus: DRYRUN=1 plans without"
 fi
-mkdir -p "$out" && [ -w "$out" ] || refuse "the output folder $out cannot be made or written (in $PWD)"
 failed=()
 # Longest run: kernels compiled anew, choices of cuBLASLt, the measurement itself.
-row_timeout=$((120 + 2 * ${max_time%%.*}))
+row_timeout=$((120 + 2 * 10#${max_time%%.*}))
 row() { # FILE ARGUMENTS...: two ranks
     local file=$1 start=$SECONDS code
     shift

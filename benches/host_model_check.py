@@ -12,7 +12,7 @@ has a graph a part, get the model's figures for those replays in place of the on
 The measured ratio is the median over rounds of eager over graph, both of one round. Intervals (95 %, bootstrap over rounds)
 hold what rounds differ by: of the measured ratio, and of the calibration behind the modelled one. Writes
 FOLDER/host_model_check.csv and prints a table; exit code 1 if a ratio or an eager host time is off by over 10 %, whatever
-the intervals say.
+the intervals say; 2 where the files or mbperf cannot be read or run.
 """
 import csv
 import json
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 
+from command_line import Table, arguments, refuse, runnable, writable
 from host_model_figures import interval, median_of, quantiles
 
 LIMIT = 0.10
@@ -143,23 +144,42 @@ def host_line(row):
             f"{row['host_eager_off_ci95_high']:+.1%}), {said}{shipped}")
 
 
-def read(path):
-    with open(path) as f:
-        return json.load(f)
+def read(path, *lists):
+    """A JSON object that holds these lists, none of them empty."""
+    try:
+        with open(path) as f:
+            found = json.load(f)
+    except (OSError, ValueError) as e:
+        refuse(f"{path} cannot be read: {e}")
+    for name in lists:
+        if not isinstance(found, dict) or not isinstance(found.get(name), list) or not found[name]:
+            refuse(f"{path} has no {name}: calibrate_host_model.py did not write this")
+    return found
 
 
 def main():
-    mbperf, folder = sys.argv[1:3]
-    fresh_path = os.path.join(folder, "host_model.json")
-    fresh = read(fresh_path)
-    shipped = read(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "host_models", "pytorch.json"))
-    measured = read(os.path.join(folder, "host_model_pytorch.json"))["rows"]
-    eager_rows = {(r["recipe"], r["tokens"]): r for r in measured if r["scope"] == "eager"}
+    mbperf, folder = arguments(__doc__, 2, 2)
+    fresh_path, measured_path = (os.path.join(folder, name) for name in ("host_model.json", "host_model_pytorch.json"))
+    fresh = read(fresh_path, "layers", "module_replays")
+    shipped = read(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "host_models", "pytorch.json"), "layers")
+    measured = read(measured_path, "rows")["rows"]
+    runnable(mbperf)
+    writable(os.path.join(folder, "host_model_check.csv"))
+    try:
+        eager_rows = {(r["recipe"], r["tokens"]): r for r in measured if r["scope"] == "eager"}
+        # Eager, with graphs, and what graphs apart cost beyond joined ones.
+        pairs = []
+        for graph in measured:
+            if graph["scope"] != "eager":
+                eager = eager_rows[graph["recipe"], graph["tokens"]]
+                parts = graph["scope"].split(",")
+                pairs.append((eager, graph, apart_ms(fresh, eager["recipe"], eager["layers"], parts) if graph["apart"] else 0.0))
+    except (KeyError, TypeError, AttributeError, StopIteration) as e:
+        refuse(f"{measured_path} does not go with {fresh_path}: {type(e).__name__} {e}: both are of one call of calibrate_host_model.py")
+    if not pairs:
+        refuse(f"{measured_path} has no rows with graphs")
     runs, rows, failed = {}, [], []
-    for graph in measured:
-        if graph["scope"] == "eager":
-            continue
-        eager = eager_rows[graph["recipe"], graph["tokens"]]
+    for eager, graph, extra_ms in pairs:
         recipe, tokens, layers = eager["recipe"], eager["tokens"], eager["layers"]
         command = options(recipe, tokens, layers, graph["scope"])
         if command not in runs:
@@ -172,7 +192,6 @@ def main():
                 failed.append(f"no figures for {recipe} {tokens} {graph['scope']}: {type(e).__name__}: {e}")
         if runs[command] is None:
             continue
-        extra_ms = apart_ms(fresh, recipe, layers, graph["scope"].split(",")) if graph["apart"] else 0.0
         row = judge(eager, graph, runs[command], extra_ms)
         of_table = table_ms(shipped, recipe, tokens, layers)
         row["host_ms_shipped_eager"] = of_table
@@ -180,10 +199,9 @@ def main():
         rows.append(row)
     cell = lambda v: "" if v is None else f"{v:.4g}" if isinstance(v, float) else v
     if rows:
-        with open(os.path.join(folder, "host_model_check.csv"), "w", newline="") as f:
-            out = csv.DictWriter(f, rows[0].keys())
-            out.writeheader()
-            out.writerows({k: cell(v) for k, v in row.items()} for row in rows)
+        with Table(os.path.join(folder, "host_model_check.csv"), rows[0].keys()) as table:
+            for row in rows:
+                table.row(map(cell, row.values()))
     print(f"\neager over graph, of {rows[0]['rounds'] if rows else 0} rounds: PyTorch (95 % interval of the median; 5 to 95 % of rounds), "
           f"modelled, off (95 % interval), limit {LIMIT:.0%}")
     for row in rows:

@@ -4,13 +4,15 @@
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # DRYRUN=1: plans every row and runs none (no GPU needed).
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
+. benches/common.sh
+help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-mamba latent delta sinks images recompute pipeline ops}
-mkdir -p "$out"
-wants() { [[ " $parts " == *" $1 "* ]]; }
+all="mamba latent delta sinks images recompute pipeline ops"
+choose "$all" "$all" "$@"
+begin
 row() { # FILE ARGUMENTS...
     local file=$1 start=$SECONDS
     shift
@@ -83,28 +85,50 @@ if wants pipeline; then
     row pipeline -m qwen -mr qwen3_235b_a22b -g gb200 -ng 64 --pp_rank 0
     row pipeline -m llama -mr llama3_70b -g b200 -c bf16 --pp_rank 3
 fi
-if wants ops && [ -z "${DRYRUN:-}" ]; then
+if wants ops && [ -n "${DRYRUN:-}" ]; then
+    echo "== ops of these models: none is timed in a dry run"
+elif wants ops; then
     echo "== ops of these models"
-    ops() { "$mbperf" ops "$@" --format csv; }
+    # The earlier file is kept until all of the new one is there.
+    table=$out/pieces_models.csv
+    failed=0
+    ops() { # ARGUMENTS...: their rows, below one line of columns in all
+        "$mbperf" ops "$@" --format csv >"$out/last.ops" 2>"$out/last.log"
+        local code=$?
+        if [ $code = 0 ]; then
+            tail -n +$((1 + (rows > 0))) "$out/last.ops"
+            rows=1
+        else
+            echo "exit $code: ops $*" >&2
+            tail -3 "$out/last.log" >&2
+            failed=1
+        fi
+    }
+    rows=0
     {
         ops ssd $NANO --num_layers 1 model.hybrid_override_pattern=M --stack_only model.recompute_granularity=null
-        ops mamba_conv $NANO --num_layers 1 model.hybrid_override_pattern=M --stack_only model.recompute_granularity=null | tail -n +2
-        ops gated_norm $NANO --num_layers 1 model.hybrid_override_pattern=M --stack_only model.recompute_granularity=null | tail -n +2
-        ops ssd $H56 -tp 1 -ng 1 --num_layers 1 model.hybrid_override_pattern=M --stack_only | tail -n +2
-        ops attention $DEEPSEEK | tail -n +2
-        ops attention $DEEPSEEK --attention_backend own | tail -n +2
-        ops delta_net $NEXT | tail -n +2
-        ops attention $OSS | tail -n +2
-        ops bias $OSS | tail -n +2
-        ops clamped_glu $OSS | tail -n +2
-        ops attention $WAN | tail -n +2
-        ops attention $WAN --attention_backend own | tail -n +2
-        ops wide_norm $WAN | tail -n +2
-        ops layer_norm $WAN | tail -n +2
-        ops gated_residual $WAN | tail -n +2
-        ops layer_norm $VL -mr qwen3_vl_30b_a3b -g h100 --num_layers 24 | tail -n +2
-        ops gelu $VL -mr qwen3_vl_30b_a3b -g h100 --num_layers 24 | tail -n +2
-    } >"$out/pieces_models.csv"
-    cut -d, -f1-8 "$out/pieces_models.csv"
+        ops mamba_conv $NANO --num_layers 1 model.hybrid_override_pattern=M --stack_only model.recompute_granularity=null
+        ops gated_norm $NANO --num_layers 1 model.hybrid_override_pattern=M --stack_only model.recompute_granularity=null
+        ops ssd $H56 -tp 1 -ng 1 --num_layers 1 model.hybrid_override_pattern=M --stack_only
+        ops attention $DEEPSEEK
+        ops attention $DEEPSEEK --attention_backend own
+        ops delta_net $NEXT
+        ops attention $OSS
+        ops bias $OSS
+        ops clamped_glu $OSS
+        ops attention $WAN
+        ops attention $WAN --attention_backend own
+        ops wide_norm $WAN
+        ops layer_norm $WAN
+        ops gated_residual $WAN
+        ops layer_norm $VL -mr qwen3_vl_30b_a3b -g h100 --num_layers 24
+        ops gelu $VL -mr qwen3_vl_30b_a3b -g h100 --num_layers 24
+    } >"$table.new"
+    cut -d, -f1-8 "$table.new"
+    if [ $failed = 0 ]; then
+        mv "$table.new" "$table"
+    else
+        echo "not all was timed: $table is not written anew; $table.new holds what was"
+    fi
 fi
-rm -f "$out/last.log" "$out/last.json"
+rm -f "$out/last.log" "$out/last.json" "$out/last.ops"

@@ -1,7 +1,9 @@
 """Every piece of a step, mbperf's beside its references, in one go on one GPU: `mbperf ops` of each workload, and PyTorch's
 time of the same product or attention.
 
-usage: pieces.py MBPERF OUT.csv [WORKLOAD ...]
+usage: pieces.py [--check] MBPERF OUT.csv [WORKLOAD ...]      --check: looks at the arguments and measures nothing
+
+Workloads: those of side_by_side.py, the Mamba ones too where they are named (their scans have no reference here).
 
 A piece is timed as `mbperf ops` times it on both sides: a CUDA graph of at least 24 launches (6 of long ones) over buffers that are rotated
 among, 256 MiB or more in all, so that the L2 does not hold them; the median of ten replays. Order: mbperf, PyTorch, PyTorch,
@@ -12,17 +14,23 @@ mbperf; a ratio is of neighbours. PIECES_TURNS=1 in the environment: mbperf, PyT
   deterministic form is timed by mbperf, whatever `auto` takes.
 - Loss, optimizer and embedding are of the whole step, all else of the layer stack.
 """
-import csv, os, sys
-import torch
+import csv, sys
+from command_line import Table
 from pieces_figures import COLUMNS, FORMS, fields, key, lines
-from side_by_side_figures import WORKLOADS, run
+from side_by_side_figures import MAMBA, WORKLOADS, begin, run, torch_with_gpu, turns_of_pieces
 
 PAST_L2 = 256 << 20
 MAX_SETS = 16
 LAUNCHES, LONG_LAUNCHES, LONG_FLOPS = 24, 6, 2e11   # as src/bench_ops/bench.rs
 WARM, REPLAYS = 2, 10
 ORDERS = {"1": ("mbperf", "pytorch"), "2": ("mbperf", "pytorch", "pytorch", "mbperf")}
-dev, bf = "cuda", torch.bfloat16
+dev = "cuda"
+
+
+def load():
+    global torch, bf
+    torch = torch_with_gpu()
+    bf = torch.bfloat16
 
 
 def ops(binary, line, name=None, more=""):
@@ -158,31 +166,27 @@ def together(rounds):
 
 
 def main():
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    binary, target, names = sys.argv[1], sys.argv[2], sys.argv[3:] or list(WORKLOADS)
-    turns = os.environ.get("PIECES_TURNS", "2")
-    if turns not in ORDERS:
-        sys.exit(f"PIECES_TURNS={turns}: 1 or 2")
+    binary, target, names = begin(__doc__, modules=["torch"])
+    order = ORDERS[turns_of_pieces()]
+    load()
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    with open(target, "w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(COLUMNS)
+    with Table(target, COLUMNS) as table:
         for name in names:
-            line = WORKLOADS[name]
+            line = (WORKLOADS | MAMBA)[name]
             rounds, theirs, forms = [], [], {form: [] for form in FORMS}
-            for side in ORDERS[turns]:
+            for side in order:
                 if side == "pytorch":
                     theirs.append(references(rounds[0]))
                     continue
                 rounds.append(whole(binary, line))
-                for form, option in FORMS.items():
-                    forms[form].append(ops(binary, line, "attention", f"--stack_only {option}"))
+                # Of layers without attention `mbperf ops` has no form of it either, and says so by its exit code.
+                if any(op.startswith("attention") for op, _ in rounds[-1]):
+                    for form, option in FORMS.items():
+                        forms[form].append(ops(binary, line, "attention", f"--stack_only {option}"))
             for found in lines(name, rounds, forms, together(theirs), l2_bytes):
                 cells = found.cells()
                 print(*(c for i, c in enumerate(cells) if COLUMNS[i] != "shape"), flush=True)
-                table.writerow(cells)
-            file.flush()
+                table.row(cells)
 
 
 if __name__ == "__main__":

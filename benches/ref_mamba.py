@@ -4,7 +4,17 @@ Needs the folder mamba_ssm/ops/triton of the mamba_ssm source package on PYTHONP
 Set TRITON_CACHE_AUTOTUNING=1, or every process tunes again (a minute and more).
 usage: ref_mamba.py [WORKLOAD eager|full|compiled|scan]   (no argument: all, each in a process of its own)
 """
-import json, os, sys, time, torch, torch.nn as nn, torch.nn.functional as F
+import json, os, sys
+W = {"nemotronh_56b": (8192, 256, 64, 256, 8, 8192, 2), "nemotron_3_nano": (2688, 64, 64, 128, 8, 8192, 4), "nemotron_3_nano_s512": (2688, 64, 64, 128, 8, 512, 4)}
+MODES = ["eager", "full", "compiled", "scan"]
+if __name__ == "__main__":            # before PyTorch is loaded
+    import command_line
+    words = command_line.arguments(__doc__, 0, 2)
+    if len(words) == 1: command_line.refuse("a workload needs a mode: " + ", ".join(MODES))
+    command_line.known(words[:1], W)
+    command_line.known(words[1:], MODES, "mode")
+    command_line.installed("torch", "mamba_ssm", "einops")
+import time, torch, torch.nn as nn, torch.nn.functional as F
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from ref_torch import measure, kernels, bf, dev
@@ -25,8 +35,6 @@ class Mamba2(nn.Module):
         xs, B, C = xbc.split([s.di, s.ng * s.ds, s.ng * s.ds], -1)
         y = mamba_chunk_scan_combined(xs.reshape(b, t, s.nh, s.hd).contiguous(), dt.contiguous(), -torch.exp(s.A), B.reshape(b, t, s.ng, s.ds).contiguous(), C.reshape(b, t, s.ng, s.ds).contiguous(), s.chunk, D=s.D, dt_bias=s.dtb, dt_softplus=True)
         return x + s.out(s.gn(y.reshape(b, t, s.di) * F.silu(z)))
-
-W = {"nemotronh_56b": (8192, 256, 64, 256, 8, 8192, 2), "nemotron_3_nano": (2688, 64, 64, 128, 8, 8192, 4), "nemotron_3_nano_s512": (2688, 64, 64, 128, 8, 512, 4)}
 
 def make(w, comp=False):
     h, nh, hd, ds, ng, seq, L = W[w]
@@ -84,10 +92,10 @@ def scan(w):
     print(json.dumps(dict(ssd_scan=w, **t)), flush=True)
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        try: {"eager": eager, "full": full, "compiled": compiled, "scan": scan}[sys.argv[2]](sys.argv[1])
-        except Exception as ex: print(json.dumps(dict(workload=sys.argv[1], mode=sys.argv[2], error=repr(ex)[:400])), flush=True)
+    if words:
+        try: dict(zip(MODES, (eager, full, compiled, scan)))[words[1]](words[0])
+        except Exception as ex: print(json.dumps(dict(workload=words[0], mode=words[1], error=repr(ex)[:400])), flush=True)
     else:
         import subprocess
         for w in W:
-            for mode in ("eager", "full", "compiled", "scan"): subprocess.run([sys.executable, __file__, w, mode], stderr=subprocess.DEVNULL)
+            for mode in MODES: subprocess.run([sys.executable, __file__, w, mode], stderr=subprocess.DEVNULL)

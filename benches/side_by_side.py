@@ -1,7 +1,8 @@
 """Both sides in turn on one GPU: mbperf's stack against the strongest PyTorch (benches/ref_torch.py, `best` and
 `best padded`: torch.compile, cuDNN attention, one graph).
 
-usage: side_by_side.py MBPERF OUT.csv [WORKLOAD ...]
+usage: side_by_side.py [--check] MBPERF OUT.csv [WORKLOAD ...]      --check: looks at the arguments and measures nothing
+
 The Mamba workloads (benches/ref_mamba.py, `compiled`: torch.compile with Triton's scan) run when they are named: they
 need the folder mamba_ssm/ops/triton of the package mamba_ssm, and einops, on PYTHONPATH.
 
@@ -15,16 +16,27 @@ Student's t over the rounds' logarithms.
 Gaps: one lone replay of each side's graph under the profiler of the driver (CUPTI, on both sides), from the first kernel's
 start to the last one's end, less the time in which a kernel ran, over the nodes.
 """
-import csv, sys
-import torch
-import ref_torch as ref
-from side_by_side_figures import MAMBA, STACK, WORKLOADS, gap_us, graph_gap, interval, middle, times
+import sys
+from command_line import Table
+from side_by_side_figures import MAMBA, STACK, WORKLOADS, begin, gap_us, graph_gap, interval, middle, times, torch_with_gpu
 
 ROUNDS = 3
 # Modes of mbperf, and the PyTorch form that each is held against.
 MODES = {"eager": "eager", "graph": "graph", "graph_overlap_wgrad": "graph", "graph_attention_default": "graph"}
 COLUMNS = ["workload", "mode", "mbperf_ms", "reference_ms", "ratio", "ratio_ci95_low", "ratio_ci95_high", "mbperf_launches",
            "reference_kernels", "mbperf_gap_us_per_node", "reference_gap_us_per_node"]
+
+
+def load(names):
+    """PyTorch and its stacks; the Mamba one at once where it is needed, as its package may lack a part."""
+    global torch, ref
+    torch = torch_with_gpu()
+    import ref_torch as ref
+    if any(name in MAMBA for name in names):
+        try:
+            import ref_mamba  # noqa: F401
+        except ImportError as e:
+            sys.exit(f"side_by_side.py: {e}: the Mamba workloads need mamba_ssm/ops/triton and einops")
 
 
 def torch_step(name, graph):
@@ -123,45 +135,40 @@ def torch_gap(step):
 
 
 def main():
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    binary, target, names = sys.argv[1], sys.argv[2], sys.argv[3:] or list(WORKLOADS)
-    context = ref_context()
+    binary, target, names = begin(__doc__, modules=["torch"], mamba_modules=["mamba_ssm", "einops"])
+    load(names)
     # Written as it goes: a workload that fails leaves those before it.
-    file = open(target, "w", newline="")
-    table = csv.writer(file)
-    table.writerow(COLUMNS)
-    for name in names:
-        line = f"{(WORKLOADS | MAMBA)[name]} {STACK}"
-        steps = {"eager": torch_step(name, False), "graph": torch_step(name, True)}
-        kernels = {mode: ref.kernels(step)[0] for mode, step in steps.items()}
-        theirs, ours, launches = {mode: [] for mode in steps}, {mode: [] for mode in MODES}, {}
-        for r in range(ROUNDS):
-            order = ["torch", "mbperf"] if r % 2 == 0 else ["mbperf", "torch"]
-            for side in order:
-                if side == "torch":
-                    for mode, step in steps.items():
-                        theirs[mode].append(torch_ms(step))
-                else:
-                    for mode, (ms, n) in mbperf_ms(binary, line).items():
-                        ours[mode].append(ms)
-                        launches[mode] = n
-        # After all that is timed: a profiler slows down what follows it.
-        gaps, their_gap = mbperf_gaps(binary, line), torch_gap(steps["graph"])
-        for mode, other in MODES.items():
-            if not ours[mode]:
-                continue
-            ratio, low, high = interval([a / b for a, b in zip(ours[mode], theirs[other])])
-            cells = [name, mode, f"{middle(ours[mode]):.4f}", f"{middle(theirs[other]):.4f}", f"{ratio:.4f}", f"{low:.4f}", f"{high:.4f}",
-                     launches[mode], kernels[other], gaps.get(mode, ""), their_gap if mode in gaps else ""]
-            print(*cells, flush=True)
-            table.writerow(cells)
-        file.flush()
-        del steps
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-    context.__exit__(None, None, None)
-    file.close()
+    with Table(target, COLUMNS) as table:
+        context = ref_context()
+        for name in names:
+            line = f"{(WORKLOADS | MAMBA)[name]} {STACK}"
+            steps = {"eager": torch_step(name, False), "graph": torch_step(name, True)}
+            kernels = {mode: ref.kernels(step)[0] for mode, step in steps.items()}
+            theirs, ours, launches = {mode: [] for mode in steps}, {mode: [] for mode in MODES}, {}
+            for r in range(ROUNDS):
+                order = ["torch", "mbperf"] if r % 2 == 0 else ["mbperf", "torch"]
+                for side in order:
+                    if side == "torch":
+                        for mode, step in steps.items():
+                            theirs[mode].append(torch_ms(step))
+                    else:
+                        for mode, (ms, n) in mbperf_ms(binary, line).items():
+                            ours[mode].append(ms)
+                            launches[mode] = n
+            # After all that is timed: a profiler slows down what follows it.
+            gaps, their_gap = mbperf_gaps(binary, line), torch_gap(steps["graph"])
+            for mode, other in MODES.items():
+                if not ours[mode]:
+                    continue
+                ratio, low, high = interval([a / b for a, b in zip(ours[mode], theirs[other])])
+                cells = [name, mode, f"{middle(ours[mode]):.4f}", f"{middle(theirs[other]):.4f}", f"{ratio:.4f}", f"{low:.4f}",
+                         f"{high:.4f}", launches[mode], kernels[other], gaps.get(mode, ""), their_gap if mode in gaps else ""]
+                print(*cells, flush=True)
+                table.row(cells)
+            del steps
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+        context.__exit__(None, None, None)
 
 
 def ref_context():

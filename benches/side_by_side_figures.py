@@ -1,13 +1,11 @@
 """What the side-by-side scripts have in common and compute without PyTorch: the workloads, mbperf's runs, ratios with
 their intervals, gaps between kernels."""
 import csv, math, os, statistics, subprocess, sys, tempfile
+import command_line
 import host_model_figures as figures
 
 # Student's t, 0.975, by degrees of freedom = ratios - 1.
 T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-# Of one run of mbperf: what its pairs of steps take.
-MBPERF_SECONDS = os.environ.get("MBPERF_SECONDS", "2")
-
 LLAMA = "-m llama -mr llama3_8b -g h100 -cp 1 --num_layers 4"
 QWEN_DROPLESS = "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 4"
 PADDED = "model.moe_token_dispatcher_type=alltoall --use_tokendrop true"
@@ -28,6 +26,46 @@ WORKLOADS = {
 STACK = "--stack_only --cuda_graph_impl local --cuda_graph_scope full_iteration"
 
 
+def seconds_of_a_run():
+    """What the pairs of steps of one run of mbperf take: MBPERF_SECONDS of the environment."""
+    return command_line.seconds("MBPERF_SECONDS", "2")
+
+
+def turns_of_pieces():
+    """How often each side times a piece: PIECES_TURNS of the environment."""
+    return command_line.choice("PIECES_TURNS", "2", ("1", "2"))
+
+
+def begin(doc, named=True, modules=(), mamba_modules=()):
+    """mbperf, the file to be written and the workloads, once all that can be wrong before measuring was looked at; with `--check` as
+    the first argument the script ends there. `named`: workloads may be named (beside `--check` always: side_by_side.sh has them looked
+    at by every script); `modules`: what Python must have."""
+    check = sys.argv[1:2] == ["--check"]
+    if check:
+        del sys.argv[1]
+    binary, target, *names = command_line.arguments(doc, 2, None if named or check else 2)
+    command_line.known(names, WORKLOADS | MAMBA)
+    # Both, whichever this script asks for: its caller has other scripts run too.
+    seconds_of_a_run(), turns_of_pieces()
+    command_line.runnable(binary)
+    command_line.writable(target)
+    command_line.installed(*modules, *(mamba_modules if any(n in MAMBA for n in names) else ()))
+    if check:
+        sys.exit(0)
+    return binary, target, names or list(WORKLOADS)
+
+
+def torch_with_gpu():
+    """PyTorch, once the arguments are looked at: it takes seconds to load."""
+    try:
+        import torch
+    except ImportError as e:
+        sys.exit(f"{command_line.script()}: {e} (of {sys.executable}): run this with a Python that has PyTorch for CUDA")
+    if not torch.cuda.is_available():
+        sys.exit(f"{command_line.script()}: PyTorch sees no GPU")
+    return torch
+
+
 def run(command):
     """Standard output of a command; one that fails ends the script with what it said."""
     done = subprocess.run(command, capture_output=True, text=True)
@@ -36,12 +74,12 @@ def run(command):
     return done.stdout
 
 
-def rows(binary, line, seconds=MBPERF_SECONDS, unordered=False):
+def rows(binary, line, unordered=False):
     """mbperf's rows of one run, by arm. `unordered`: attention may add in any order, so that bits may differ."""
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "rows.csv")
         more = ["--attention_deterministic", "false"] if unordered else []
-        run([binary, *line.split(), *more, "--max_time", seconds, "-q", "-o", out])
+        run([binary, *line.split(), *more, "--max_time", seconds_of_a_run(), "-q", "-o", out])
         found = {r["arm"]: r for r in read(out)}
     if found["graph"]["digest_match"] != "true" and not unordered:
         sys.exit(f"the arms are not equal: {line}")

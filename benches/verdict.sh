@@ -6,12 +6,14 @@
 # benches/verdict_summary.py [OUTPUT FOLDER] prints the figures of rows that are there.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
+. benches/common.sh
+help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-parts=${*:-aa spin neighbour samplers}
-mkdir -p "$out"
-wants() { [[ " $parts " == *" $1 "* ]]; }
+all="aa spin neighbour samplers"
+choose "$all" "$all" "$@"
+begin
 LLAMA=(-m llama -mr llama3_8b -g h100 -cp 1 --num_layers 4 -sl 512 --stack_only --cuda_graph_scope attn)
 QWEN=(-m qwen -mr qwen3_30b_a3b -g h100 --num_layers 4 -sl 4096 --stack_only --cuda_graph_scope "attn,moe_router"
     model.moe_token_dispatcher_type=alltoall)
@@ -63,4 +65,4 @@ if wants samplers; then
     run samplers "${LLAMA[@]}" --aa eager --alternate_samplers --repeat 20 --max_time 4
 fi
 rm -f "$out/last.log"
-python3 benches/verdict_summary.py "$out"
+python3 benches/verdict_summary.py "$out" || exit 1

@@ -2,13 +2,16 @@
 """What the rows of benches/verdict.sh show, one line a group.
 
 usage: benches/verdict_summary.py [FOLDER]      FOLDER holds aa.csv, spin.csv, neighbour.csv, samplers.* (default: results/h200, the committed ones)
+Exit code 2 where it holds none of them, or what benches/verdict.sh did not write.
 """
 import csv
 import gzip
 import math
 import os
 import statistics
-import sys
+import zlib
+
+from command_line import arguments, refuse
 
 NORMAL_95 = 1.959964  # two-sided 95 % of a normal distribution
 
@@ -91,18 +94,42 @@ def sampled(steps, blocks):
     return logs
 
 
-def main():
-    folder = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(__file__), "..", "results", "h200")
-    for name in ("aa", "spin"):
-        verdicts(name, measurements(records(os.path.join(folder, name + ".csv"))))
-    neighbours(measurements(records(os.path.join(folder, "neighbour.csv"))))
-    logs = sampled(*(records(os.path.join(folder, "samplers.%s.csv" % kind)) for kind in ("steps", "blocks")))
+def samplers(steps, blocks):
+    logs = sampled(steps, blocks)
     if len(logs) > 1:
         middle, low, high = (value * 100 for value in signed_ranks(logs))
         mean, error = statistics.mean(logs) * 100, statistics.stdev(logs) / len(logs) ** 0.5 * 100
         print("samplers: host submit behind a reading over behind none: %+.2f %% (%+.2f to %+.2f, 95 %% by signed ranks); "
               "mean %+.2f +- %.2f %%; %d threes of neighbouring pairs"
               % (middle, low, high, mean, NORMAL_95 * error, len(logs)))
+
+
+# Files by what is shown of them.
+SHOWN = {
+    ("aa.csv",): lambda rows: verdicts("aa", measurements(rows)),
+    ("spin.csv",): lambda rows: verdicts("spin", measurements(rows)),
+    ("neighbour.csv",): lambda rows: neighbours(measurements(rows)),
+    ("samplers.steps.csv", "samplers.blocks.csv"): samplers,
+}
+
+
+def main():
+    folder = (arguments(__doc__, 0, 1) or [os.path.join(os.path.dirname(__file__), "..", "results", "h200")])[0]
+    if not os.path.isdir(folder):
+        refuse("there is no folder %s" % (folder or "of an empty name"))
+    seen = 0
+    for names, shown in SHOWN.items():
+        try:
+            tables = [records(os.path.join(folder, name)) for name in names]
+        except (ValueError, OSError, EOFError, csv.Error, zlib.error) as e:
+            refuse("%s of %s cannot be read: %s" % (", ".join(names), folder, e))
+        seen += any(tables)
+        try:
+            shown(*tables)
+        except (KeyError, ValueError, TypeError) as e:
+            refuse("%s of %s: %s: %s: benches/verdict.sh did not write this" % (", ".join(names), folder, type(e).__name__, e))
+    if not seen:
+        refuse("%s holds no rows: %s are looked for" % (folder, ", ".join(name for names in SHOWN for name in names)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ mod exit_codes;
 mod hard_cases;
 mod masks;
 mod measuring;
+mod models25;
 mod outputs;
 mod page;
 mod profile;

@@ -4,9 +4,28 @@ usage: check.py DIR [DIR ...]      (DIR as written by `mbperf ... --dump DIR`)
 
 Needs torch alone. Written against PyTorch's own modules: F.rms_norm, F.linear, scaled_dot_product_attention,
 F.silu, F.cross_entropy and autograd; shares no code with mbperf. Weights are the dumped ones (bf16 values).
-Exit 0 when every directory agrees.
+Exit 0 when every directory agrees, 1 when one does not, 2 when one is no dump.
 """
 import json, math, os, struct, sys
+
+FILES = ["config.json", "weights.safetensors", "grads.safetensors", "step.safetensors"]
+
+
+def dumps(words):
+    """The directories of the command line; looked at before PyTorch is loaded and before any of them is computed."""
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        sys.exit(0)
+    lacking = [os.path.join(d, f) for d in words for f in FILES if not os.path.isfile(os.path.join(d, f))]
+    if lacking or not words:
+        print(f"check.py: no file {lacking[0]}: `mbperf ... --dump DIR` writes it" if lacking else
+              "usage: check.py DIR [DIR ...]      (DIR as written by `mbperf ... --dump DIR`)", file=sys.stderr)
+        sys.exit(2)
+    return words
+
+
+if __name__ == "__main__":
+    asked = dumps(sys.argv[1:])
 import torch, torch.nn.functional as F
 
 # bf16 keeps 8 bits: each stored intermediate is off by up to 2^-9, and a gradient passes through a few
@@ -712,6 +731,4 @@ def check(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    sys.exit(0 if all([check(d) for d in sys.argv[1:]]) else 1)
+    sys.exit(0 if all([check(d) for d in asked]) else 1)

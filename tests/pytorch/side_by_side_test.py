@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of what the side-by-side scripts compute (benches/side_by_side_figures.py, pieces_figures.py, dropless.py), on made-up
-figures and a program that stands for mbperf: no PyTorch, no GPU.
+"""Tests of what the side-by-side scripts compute (benches/side_by_side_figures.py, pieces_figures.py, dropless.py), and of what
+they do with arguments and files, on made-up figures and a program that stands for mbperf: no PyTorch, no GPU.
 
 usage: python3 tests/pytorch/side_by_side_test.py
 """
@@ -12,19 +12,38 @@ import stat
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 BENCHES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches")
 sys.path.insert(0, BENCHES)
+import command_line  # noqa: E402
 import dropless  # noqa: E402
+import pieces as pieces_script  # noqa: E402
 import pieces_figures as pieces  # noqa: E402
+import side_by_side  # noqa: E402
 import side_by_side_figures as figures  # noqa: E402
 
-# Stands for mbperf: writes its command line down, and rows; padded runs take 2 ms, others 2.1.
+# Stands for mbperf: writes its command line down, and rows; padded runs take 2 ms, others 2.1. A line that holds `broken` fails.
+# Layers of a hybrid pattern have no attention, which `ops` refuses as mbperf does.
 FAKE = """#!{python}
 import sys
+if "--version" in sys.argv:
+    sys.exit({version})
 line = " ".join(sys.argv[1:])
 with open({log!r}, "a") as log:
     log.write(line + "\\n")
+if {broken!r} in line:
+    sys.exit(7)
+if sys.argv[1] == "ops":
+    name = sys.argv[2] if sys.argv[2][0] != "-" else ""
+    found = [op for op in ("gemm", "adam", "embedding", "cross_entropy") if name in op]
+    found += [op for op in ("ssd_fwd", "attention_bwd") if name in op and (op == "ssd_fwd") == ("pattern" in line)]
+    if not found:
+        sys.exit(2)
+    print("op,launches_per_step,time_us,tflops,gb_per_s,share_of_ceiling,ceiling_gb_per_s,bytes,list_best_us,attention_backend,shape")
+    for op in found:
+        print(op + ",1,2,1,1,0.5,4000,1,,,s")
+    sys.exit(0)
 out = sys.argv[sys.argv.index("-o") + 1]
 ms = 2.0 if "use_tokendrop" in line else 2.1
 with open(out, "w") as f:
@@ -40,14 +59,16 @@ sys.exit({code})
 
 
 class Fake:
-    def __init__(self, folder, match="true", code=0):
+    def __init__(self, folder, match="true", code=0, broken="never", version=0):
         self.log = os.path.join(folder, "log")
         self.path = os.path.join(folder, "mbperf")
         with open(self.path, "w") as f:
-            f.write(FAKE.format(python=sys.executable, log=self.log, match=match, code=code))
+            f.write(FAKE.format(python=sys.executable, log=self.log, match=match, code=code, broken=broken, version=version))
         os.chmod(self.path, os.stat(self.path).st_mode | stat.S_IEXEC)
 
     def lines(self):
+        if not os.path.exists(self.log):
+            return []
         with open(self.log) as f:
             return f.read().splitlines()
 
@@ -173,6 +194,130 @@ class Pieces(unittest.TestCase):
     def test_other_pieces_have_a_line_and_no_bound(self):
         line = table([[row("router_fwd", 5.0)]])[0]
         self.assertEqual((line["piece"], line["target"], line["met"], line["mbperf_us"]), ("router_fwd", "", "", "5.000"))
+
+
+class Scripts(unittest.TestCase):
+    """The scripts whole, PyTorch's side made up."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.out = os.path.join(self.folder, "out.csv")
+        for name in ("MBPERF_SECONDS", "PIECES_TURNS"):
+            os.environ.pop(name, None)
+
+    def ended(self, module, *words, **environment):
+        """Exit code or last words of a script, and all that it wrote to standard error."""
+        said = io.StringIO()
+        torch = mock.MagicMock()
+        torch.cuda.get_device_properties.return_value.L2_cache_size = L2
+        code = 0
+        with contextlib.ExitStack() as stack:
+            for patch in (mock.patch.object(sys, "argv", [module.__name__ + ".py", *words]), mock.patch.dict(os.environ, environment),
+                          mock.patch.object(command_line, "installed"), contextlib.redirect_stderr(said),
+                          contextlib.redirect_stdout(io.StringIO())):
+                stack.enter_context(patch)
+            if module is pieces_script:
+                for name, stub in (("load", mock.Mock()), ("torch", torch), ("references", lambda rows: {})):
+                    stack.enter_context(mock.patch.object(module, name, stub, create=True))
+            if module is side_by_side:
+                ref = mock.MagicMock()
+                ref.kernels.return_value = (10, 1.0)
+                for name, stub in (("load", mock.Mock()), ("torch", torch), ("ref", ref), ("torch_step", mock.Mock()),
+                                   ("torch_ms", lambda step: 2.0), ("torch_gap", lambda step: "1"), ("ref_context", mock.MagicMock())):
+                    stack.enter_context(mock.patch.object(module, name, stub, create=True))
+            try:
+                module.main()
+            except SystemExit as e:
+                code = e.code
+        return code, said.getvalue()
+
+    def kept(self):
+        with open(self.out) as f:
+            return f.read()
+
+    def workloads(self, path):
+        with open(path) as f:
+            return list(dict.fromkeys(line.split(",")[0] for line in f.read().splitlines()[1:]))
+
+    def test_pieces_of_mamba_layers_are_timed(self):
+        fake = Fake(self.folder)
+        for name in figures.MAMBA:
+            code, said = self.ended(pieces_script, fake.path, self.out, name)
+            self.assertEqual(code, 0, said)
+            self.assertEqual(self.workloads(self.out), [name])
+            self.assertIn("ssd_fwd", self.kept())
+        self.assertFalse([line for line in fake.lines() if "--attention_backend" in line])
+        code, said = self.ended(pieces_script, fake.path, self.out, "llama3_8b_s128")
+        self.assertEqual(code, 0, said)
+        self.assertTrue([line for line in fake.lines() if "ops attention" in line and "--attention_backend own" in line])
+        self.assertFalse(os.path.exists(self.out + ".new"))
+
+    def test_what_is_wrong_is_said_before_anything_is_measured(self):
+        fake = Fake(self.folder)
+        missing = os.path.join(self.folder, "no", "out.csv")
+        unfit = os.path.join(self.folder, "unfit")
+        os.mkdir(unfit)
+        unfit = Fake(unfit, version=3).path
+        for module in (side_by_side, pieces_script, dropless):
+            named = () if module is dropless else ("nonsense",)
+            for words, environment, part in [
+                ((), {}, "usage: "),
+                ((fake.path,), {}, "usage: "),
+                ((fake.path, self.out, *(named or ("llama3_8b",))), {}, "known are llama3_8b, " if named else "one argument too many"),
+                ((fake.path, self.out, "--nonsense"), {}, "no option --nonsense"),
+                (("--check", fake.path, self.out, "nonsense"), {}, "nemotronh_56b"),
+                (("/nonexistent", self.out), {}, "/nonexistent: No such file"),
+                ((unfit, self.out), {}, "exit 3"),
+                ((fake.path, missing), {}, "no folder"),
+                ((fake.path, ""), {}, "an empty name"),
+                ((fake.path, self.folder), {}, "is no file"),
+                ((fake.path, os.devnull), {}, "is no file"),
+                *(((fake.path, self.out), dict(MBPERF_SECONDS=bad), "MBPERF_SECONDS=" + bad)
+                  for bad in ("0", "-1", "nan", "x", "inf", "1e9")),
+                *(((fake.path, self.out), dict(PIECES_TURNS=bad), "PIECES_TURNS=" + bad) for bad in ("0", "3", "x", " ")),
+            ]:
+                code, said = self.ended(module, *words, **environment)
+                self.assertEqual(code, 2, (module.__name__, words, said))
+                self.assertIn(part, said)
+                self.assertNotIn("Traceback", said)
+            self.assertEqual(self.ended(module, "--check", fake.path, self.out), (0, ""))
+            self.assertEqual(self.ended(module, "-h")[0], 0)
+        self.assertEqual((fake.lines(), os.path.exists(self.out)), ([], False))
+
+    def test_an_earlier_file_is_kept_until_the_new_one_is_whole(self):
+        for module in (side_by_side, pieces_script, dropless):
+            with open(self.out, "w") as f:
+                f.write("before\n")
+            # The first run fails.
+            broken = Fake(self.folder, broken="-m")
+            code, said = self.ended(module, broken.path, self.out)
+            self.assertIn("exit 7", str(code))
+            self.assertIn("nothing was measured: " + self.out + " is as it was", said)
+            self.assertEqual((self.kept(), os.path.exists(self.out + ".new")), ("before\n", False))
+            if module is not dropless:
+                # The second workload fails: the first one's lines are there.
+                broken = Fake(self.folder, broken="-sl 512")
+                code, said = self.ended(module, broken.path, self.out, "llama3_8b", "llama3_8b_s512", "llama3_8b_s128")
+                self.assertIn("exit 7", str(code))
+                self.assertIn(self.out + ".new holds the ", said)
+                self.assertEqual((self.kept(), self.workloads(self.out + ".new")), ("before\n", ["llama3_8b"]))
+            names = [] if module is dropless else ["llama3_8b"]
+            code, said = self.ended(module, Fake(self.folder).path, self.out, *names, MBPERF_SECONDS="0.5", PIECES_TURNS="1")
+            self.assertEqual((code, said), (0, ""))
+            self.assertEqual(self.workloads(self.out), names or ["qwen3_30b_a3b"])
+            self.assertFalse(os.path.exists(self.out + ".new"))
+        self.assertIn("--max_time 0.5", Fake(self.folder).lines()[-1])
+
+    def test_a_link_stays_one(self):
+        place = os.path.join(self.folder, "place.csv")
+        os.symlink(place, self.out)
+        with command_line.Table(self.out, ["a"]) as table:
+            table.row([1])
+        self.assertTrue(os.path.islink(self.out))
+        with open(place) as f:
+            self.assertEqual(f.read().split(), ["a", "1"])
 
 
 if __name__ == "__main__":
