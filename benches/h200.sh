@@ -3,7 +3,8 @@
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side verdict
-#        host_model pages; without one all but verdict and host_model, which take minutes each
+#        host_model sweep (all scopes of three models, their pages and workbooks) pages; without one all but verdict, host_model and sweep,
+#        which take minutes each
 # SANITIZE: a pattern; the sanitizer then sees the ops alone whose names match.
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 set -uo pipefail
@@ -13,7 +14,7 @@ help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-all="selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side verdict host_model pages"
+all="selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side verdict host_model sweep pages"
 choose "$all" "selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side pages" "$@"
 seconds_in MAX_TIME
 grep -qE -e "${SANITIZE:-.}" </dev/null 2>/dev/null
@@ -156,6 +157,17 @@ fi
 if wants host_model; then
     echo "== host model against PyTorch"
     benches/host_model_check.sh "$mbperf" "$out"
+fi
+if wants sweep; then
+    echo "== sweeps: every scope worth trying, under PyTorch's host model too, with a profile of the last"
+    for line in "qwen3_30b_a3b $QWEN" "llama3_8b $LLAMA -sl 512" "nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100"; do
+        file=$out/sweep_${line%% *} start=$SECONDS
+        timeout -k 20 580 "$mbperf" ${line#* } --sweep --host_model pytorch --profile ${MAX_TIME:+--max_time "$MAX_TIME"} \
+            -o "$file.csv" >"$file.txt" 2>&1
+        echo "exit $?, $((SECONDS - start)) s: ${line#* } --sweep: $(tail -1 "$file.txt")"
+        "$mbperf" report "$file.csv" -o "$file.html" --xlsx "$file.xlsx"
+        echo "exit $?: $(basename "$file").html, .xlsx"
+    done
 fi
 if wants pages; then
     echo "== pages and workbooks of every result file"

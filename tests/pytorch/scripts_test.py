@@ -12,7 +12,7 @@ import tempfile
 import unittest
 
 BENCHES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches")
-PARTS = {"h200.sh": "cold", "models.sh": "ops", "verdict.sh": "spin"}
+PARTS = {"h200.sh": "cold", "h200x2.sh": "captures", "models.sh": "ops", "verdict.sh": "spin"}
 SCRIPTS = [*PARTS, "side_by_side.sh", "host_model_check.sh"]
 # Writes its command line down; fails where it holds the word of the variable BROKEN.
 FAKE = """#!/bin/sh
