@@ -255,8 +255,8 @@ mod tests {
                 writer.write_record(cells).unwrap();
             }
             std::fs::write(&path, writer.into_inner().unwrap()).unwrap();
-            let rows =
-                Row::without_outcome(&RunFacts { command, ..facts() }, &Options::default(), "skipped", "");
+            let facts = RunFacts { command, ..facts() };
+            let rows = Row::without_outcome(&facts, &Options::default(), "skipped", "");
             !already_run(&path, &rows, Asked { filled: &["digest_match"], strict }).unwrap().is_empty()
         };
         assert!(done(" --attention_deterministic false", false));

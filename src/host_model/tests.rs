@@ -373,13 +373,13 @@ fn a_part_that_the_model_lacks_is_told_in_words() {
     let (plan, tokens) = plan_of(&format!("{LLAMA} -sl 512 --cuda_graph_scope attn"));
     let notice = |model: &HostModel| model.costs(&plan, tokens).1.notice(&model.name).unwrap_or_default();
     let mut model = pytorch();
-    model.layers.iter_mut().for_each(|p| drop(p.backward_ms.remove("mlp")));
+    model.layers.iter_mut().for_each(|p| _ = p.backward_ms.remove("mlp"));
     assert!(notice(&model).contains("has no backward of mlp in dense layers: each"), "{}", notice(&model));
     // The other sizes have it.
     let mut some = pytorch();
-    some.layers.iter_mut().filter(|p| p.tokens == 128).for_each(|p| drop(p.backward_ms.remove("mlp")));
+    some.layers.iter_mut().filter(|p| p.tokens == 128).for_each(|p| _ = p.backward_ms.remove("mlp"));
     assert_eq!(notice(&some), "");
-    model.layers.iter_mut().for_each(|p| drop(p.forward_ms.remove("mlp")));
+    model.layers.iter_mut().for_each(|p| _ = p.forward_ms.remove("mlp"));
     assert!(notice(&model).contains("has no mlp in dense layers: each"), "{}", notice(&model));
     // What the run has none of is not missed.
     model = pytorch();
