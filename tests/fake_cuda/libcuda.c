@@ -112,7 +112,7 @@ R cuModuleGetFunction(Function **f, char *module, const char *name) {
         while (p < end) {
             char *comma = memchr(p, ',', end - p), *stop = comma ? comma : end, part[256];
             snprintf(part, sizeof part, "%.*s", (int)(stop - p), p);
-            fn->size[fn->count++] = strchr(part, '*') || strstr(part, "long long") ? 8 : 4;
+            fn->size[fn->count++] = strstr(part, "TensorMap") ? 128 : strchr(part, '*') || strstr(part, "long long") ? 8 : 4;
             p = stop + 1;
         }
         *f = fn;
@@ -128,7 +128,7 @@ R cuFuncSetAttribute(Function *f, int a, int v) { return v > 227 * 1024; }
 R cuLaunchKernel(Function *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned sh, Stream *s, void **p, void **e) {
     if (fail("cuLaunchKernel")) return 719;
     Node n = { .kind = KERNEL, .f = f, .grid = { gx, gy, gz }, .block = { bx, by, bz }, .shared = sh };
-    for (int i = 0; i < f->count; i++) memcpy(&n.arg[i], p[i], f->size[i]);
+    for (int i = 0; i < f->count; i++) memcpy(&n.arg[i], p[i], f->size[i] < 8 ? f->size[i] : 8);
     return put(s, n);
 }
 
@@ -154,9 +154,9 @@ R cuGraphNodeGetType(Node *n, unsigned *t) { *t = n->kind; return 0; }
 R cuGraphKernelNodeGetParams_v2(Node *n, struct { Function *f; unsigned g[3], b[3], sh; void **p, **e, *k, *c; } *out) {
     out->f = n->f; memcpy(out->g, n->grid, 12); memcpy(out->b, n->block, 12); out->sh = n->shared; return 0;
 }
-/* No attribute is set, and no library here launches by hand or takes tensor maps. */
+/* No attribute is set, and no library here is launched by hand. */
 R cuGraphKernelNodeGetAttribute(Node *n, unsigned id, void *value) { memset(value, 0, 64); return 0; }
 R cuLaunchKernelEx(void *config, Function *f, void **p, void **e) { return 1; }
-R cuTensorMapEncodeTiled(void *map) { return 1; }
+R cuTensorMapEncodeTiled(void *map) { memset(map, 0, 128); return 0; }
 R cuGraphMemcpyNodeGetParams(Node *n, size_t *out) { memset(out, 0, 200); out[22] = n->bytes; out[23] = out[24] = 1; return 0; }
 R cuGraphMemsetNodeGetParams(Node *n, struct { P d; size_t pitch; unsigned v, e; size_t w, h; } *out) { out->e = n->width; out->w = n->bytes / n->width; out->h = 1; return 0; }

@@ -94,16 +94,24 @@ fn zero_together(
     launches: &mut [Rc<Prepared>],
     cache: &mut PreparedCache,
 ) -> Result<(), DeviceError> {
-    let mut words: HashMap<usize, (usize, Vec<DevPtr>)> = HashMap::new();
+    let mut words: HashMap<(usize, usize), (usize, Vec<DevPtr>)> = HashMap::new();
+    // A launch that comes again in its stretch finds its counter used: a new part of the stretch begins with it.
+    let mut parts: HashMap<usize, usize> = HashMap::new();
     for (i, stretch) in stretches.iter().enumerate() {
         let counters = &launches[i].counters;
         match stretch {
             _ if counters.is_empty() => {}
-            Some(stretch) => words.entry(*stretch).or_insert_with(|| (i, Vec::new())).1.extend(counters),
+            Some(stretch) => {
+                let part = parts.entry(*stretch).or_insert(0);
+                let used = words
+                    .get(&(*stretch, *part))
+                    .is_some_and(|(_, w)| counters.iter().any(|c| w.contains(c)));
+                *part += usize::from(used);
+                words.entry((*stretch, *part)).or_insert_with(|| (i, Vec::new())).1.extend(counters);
+            }
             None => {
-                return Err(DeviceError::internal(format!(
-                    "launch {i} counts, and nothing zeroes its counter"
-                )));
+                let what = format!("launch {i} counts, and nothing zeroes its counter");
+                return Err(DeviceError::internal(what));
             }
         }
     }
@@ -137,19 +145,12 @@ impl Arm {
         }
         let mut launches = Vec::with_capacity(covered);
         let stretches = counters::stretches(&plan.program.launches);
-        // How often a stretch has had a launch: two of one stretch share no counter.
-        let mut seen: HashMap<(usize, String), usize> = HashMap::new();
         let mut keys = Vec::with_capacity(covered);
         for (i, launch) in plan.program.launches.iter().enumerate() {
             let args: Vec<DevPtr> =
                 launch.args.iter().map(|id| memory.address(plan, *id)).collect::<Result<_, _>>()?;
             let workspace = memory.workspace(plan, i);
-            let mut key = format!("lane {} {:?} {args:?} {workspace:?}", launch.lane, launch.op);
-            if let Some(stretch) = stretches[i] {
-                let times = seen.entry((stretch, key.clone())).or_insert(0);
-                *times += 1;
-                key = format!("{times} {key}");
-            }
+            let key = format!("lane {} {:?} {args:?} {workspace:?}", launch.lane, launch.op);
             let prepared = match cache.get(&key) {
                 Some(known) => known.clone(),
                 None => {
