@@ -221,6 +221,10 @@ fn candidates(library: Library, folders: &[PathBuf], asked: &[PathBuf], driver: 
     };
     let mut first: Vec<PathBuf> = named.into_iter().flat_map(within).filter(|p| p.exists()).collect();
     let mut rest: Vec<PathBuf> = names.iter().map(PathBuf::from).collect();
+    if bound(library) {
+        // The bindings ask the loader for the plain name, the last one, before the others.
+        rest.rotate_right(1);
+    }
     rest.extend(others.into_iter().flat_map(within).filter(|p| p.exists()));
     first.sort_by_key(own);
     rest.sort_by_key(own);

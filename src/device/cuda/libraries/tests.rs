@@ -41,6 +41,16 @@ fn a_broken_library_is_named() {
     assert!(error.contains("not usable"), "{error}");
 }
 
+/// What the bindings will open is what is found, looked at and told.
+#[test]
+fn the_plain_name_goes_first_where_the_bindings_ask_for_it() {
+    let first = |library| candidates(library, &[], &[], None)[0].clone();
+    assert_eq!(first(Library::Cudnn), PathBuf::from("libcudnn.so"));
+    assert_eq!(first(Library::CublasLt), PathBuf::from("libcublasLt.so"));
+    assert_eq!(first(Library::Nvrtc), PathBuf::from("libnvrtc.so.13"));
+    assert_eq!(first(Library::Nccl), PathBuf::from("libnccl.so.2"));
+}
+
 /// A library that is broken where the user said to look is not passed over for another one.
 #[test]
 fn a_broken_library_in_the_named_folder_ends_the_search() {
