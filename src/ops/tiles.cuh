@@ -1,14 +1,6 @@
 // Tiles of bf16 in shared memory and their products on tensor cores, for kernels that work in chunks of tokens. A tile row
 // ends in one 16-byte piece of padding: the eight rows of an ldmatrix phase then lie in eight different bank groups.
 
-constexpr float LOG2E = 1.4426950408889634f;
-
-// 2^x in one instruction (relative error about 2^-22).
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
 extern __shared__ __align__(16) u8 shared[];

@@ -78,6 +78,17 @@ __device__ __forceinline__ float block_max(float x, float* scratch) {
     return warp_max(lane < warps ? scratch[lane] : -3.4e38f);
 }
 
+// ---- exponentials ---------------------------------------------------------------------------------
+constexpr float LOG2E = 1.4426950408889634f;
+
+// 2^x in one instruction (relative error about 2^-22); exp2_fast(-inf) = 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
 // ---- Philox4x32-10 (Salmon et al., SC'11); src/ops/rng.rs holds the same in Rust -------------------
 __device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
     #pragma unroll
@@ -118,6 +129,11 @@ __device__ __forceinline__ void cp_async16(void* dst, const void* src) {
 __device__ __forceinline__ void cp_async16_zfill(void* dst, const void* src, bool valid) {
     int n = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(smem_addr(dst)), "l"(src), "r"(n) : "memory");
+}
+// The same of 4 bytes.
+__device__ __forceinline__ void cp_async4_zfill(void* dst, const void* src, bool valid) {
+    const int n = valid ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(smem_addr(dst)), "l"(src), "r"(n) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }

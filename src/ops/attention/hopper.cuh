@@ -13,19 +13,6 @@ constexpr int ROWS = 64;                         // of a tile: those of a warpgr
 constexpr int THREADS = 128;                     // of a warpgroup
 constexpr int PANEL = ROWS * LINE;               // bytes
 constexpr int TILE = 2 * PANEL;
-constexpr float LOG2E = 1.4426950408889634f;
-
-// 2^x in one instruction (relative error about 2^-22); exp2_fast(-inf) = 0.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-__device__ __forceinline__ void cp_async4_zfill(void* dst, const void* src, bool valid) {
-    const int n = valid ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(smem_addr(dst)), "l"(src), "r"(n) : "memory");
-}
 // Byte of the 16-byte piece c (of 16) of row r in a tile.
 __device__ __forceinline__ int piece_at(int r, int c) { return (c >> 3) * PANEL + r * LINE + (((c & 7) ^ (r & 7)) << 4); }
 

@@ -19,20 +19,6 @@ constexpr int V_BYTES = row_bytes(HEAD_DIM_V);
 #define WIDE 1
 #endif
 constexpr int PART_QK = HEAD_DIM / WIDE, PART_V = HEAD_DIM_V / WIDE;
-constexpr float LOG2E = 1.4426950408889634f;
-
-// 2^x in one instruction (relative error about 2^-22); exp2_fast(-inf) = 0.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-
-__device__ __forceinline__ void cp_async4_zfill(void* dst, const void* src, bool valid) {
-    const int n = valid ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(smem_addr(dst)), "l"(src), "r"(n) : "memory");
-}
 
 // The block's index, read anew: what is computed from it after the main loop takes no registers during it (the
 // kernels use all 255).

@@ -1,22 +1,22 @@
 // Grouped product on tensor cores, one output tile of TILE_M x TILE_N a block of eight warps.
-// On Hopper forward products and data gradients have hopper.cu.
+// Hopper has hopper.cu.
 //
-// Constants: LAYOUT (0 Nt, 1 Nn, 2 Tn), TILE_N (256 or 128), OUT (bf16 or float), ACCUMULATE (Tn only), WGMMA (1:
-// wgmma of sm_90a, warps one above the other; 0: mma.sync m16n8k16, warps 2 x 4).
+// Constants: LAYOUT (0 Nt, 1 Nn, 2 Tn), TILE_N (256 or 128), OUT (bf16 or float), ACCUMULATE (Tn only). Products are mma.sync
+// m16n8k16, warps 2 x 4.
 // M, N, K below are those of the tile's product: Nt and Nn rows x n x k, Tn n x k x rows of the expert.
 //
 // Operands pass through a ring of STAGES slots filled by cp.async. A slot holds lines of 64 elements (128 bytes):
 // line r with K contiguous, or, with R contiguous, line k of each panel of 64 (then the tensor core transposes).
-// The 16-byte chunk c of line l lies at c ^ (l & 7), the 128-byte swizzle of wgmma; eight lines at one chunk, which
-// is what ldmatrix reads, hit all banks once. Slots start at multiples of 1024 bytes, where the swizzle repeats.
+// The 16-byte chunk c of line l lies at c ^ (l & 7), so that eight lines at one chunk, which is what ldmatrix reads, hit
+// all banks once. Slots start at multiples of 1024 bytes, where the swizzle repeats.
 
 #define TILE_M 128
 #define TILE_K 64
 #define LINE 64
-#define STAGES (WGMMA ? 4 : 3)
+#define STAGES 3
 #define THREADS 256
-#define WARP_M (WGMMA ? 16 : 64)
-#define WARP_N (WGMMA ? TILE_N : TILE_N / 4)
+#define WARP_M 64
+#define WARP_N (TILE_N / 4)
 #define FRAGS_M (WARP_M / 16)
 #define FRAGS_N (WARP_N / 16)   // pairs of n8 fragments
 #define A_K_CONTIGUOUS (LAYOUT != 2)
@@ -25,7 +25,7 @@
 #define B_TILE (TILE_N * TILE_K)
 #define SLOT (A_TILE + B_TILE)
 #define PANEL (LINE * TILE_K)   // elements of 64 columns, R contiguous
-#define AHEAD 2                 // wgmma: the slot of two tiles ago is refilled while the last tile is multiplied
+#define AHEAD 2                 // tiles whose copies are under way while one is multiplied
 #define RING_ALIGN 1024
 #define FULL 0xffffffffu
 
@@ -75,70 +75,6 @@ template <int R, bool K_CONTIGUOUS> struct Loader {
     }
 };
 
-#if WGMMA
-// Orders writes of cp.async before the tensor core's reads (another proxy).
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
-// The compiler may not move uses of the accumulators across this.
-__device__ __forceinline__ void pin(float acc[FRAGS_N * 2][4]) {
-    #pragma unroll
-    for (int j = 0; j < FRAGS_N * 2; ++j)
-        #pragma unroll
-        for (int c = 0; c < 4; ++c) asm volatile("" : "+f"(acc[j][c]) :: "memory");
-}
-
-// Shared-memory descriptor (PTX ISA, wgmma matrix descriptor), 128-byte swizzle: eight lines are 1024 bytes; with R
-// contiguous the next 64 columns are one panel on.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    constexpr u64 leading = (PANEL * 2) >> 4, stride = (8 * LINE * 2) >> 4, swizzle_128 = 1;
-    return ((address & 0x3ffffu) >> 4) | (leading << 16) | (stride << 32) | (swizzle_128 << 62);
-}
-// Bytes from one depth step of 16 to the next.
-#define STEP(k_contiguous) ((k_contiguous) ? 16 * 2 : 16 * LINE * 2)
-
-// acc[64 x TILE_N of the four warps] += A[64 x 16] B[16 x TILE_N]. Asynchronous.
-__device__ __forceinline__ void wgmma_tile(float acc[FRAGS_N * 2][4], u64 da, u64 db) {
-#define F4(j) "+f"(acc[j][0]), "+f"(acc[j][1]), "+f"(acc[j][2]), "+f"(acc[j][3])
-#if TILE_N == 256
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, 1, 1, 1, %130, %131;"
-        :
-        F4(0), F4(1), F4(2), F4(3),
-        F4(4), F4(5), F4(6), F4(7),
-        F4(8), F4(9), F4(10), F4(11),
-        F4(12), F4(13), F4(14), F4(15),
-        F4(16), F4(17), F4(18), F4(19),
-        F4(20), F4(21), F4(22), F4(23),
-        F4(24), F4(25), F4(26), F4(27),
-        F4(28), F4(29), F4(30), F4(31)
-        : "l"(da), "l"(db), "n"(A_K_CONTIGUOUS ? 0 : 1), "n"(B_K_CONTIGUOUS ? 0 : 1));
-#else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, 1, 1, 1, %66, %67;"
-        :
-        F4(0), F4(1), F4(2), F4(3),
-        F4(4), F4(5), F4(6), F4(7),
-        F4(8), F4(9), F4(10), F4(11),
-        F4(12), F4(13), F4(14), F4(15)
-        : "l"(da), "l"(db), "n"(A_K_CONTIGUOUS ? 0 : 1), "n"(B_K_CONTIGUOUS ? 0 : 1));
-#endif
-#undef F4
-}
-#else
 // Fragments of depth step kk (16 of TILE_K) from a slot; `tile` is a shared-memory address in bytes.
 __device__ __forceinline__ void load_a(u32 f[FRAGS_M][4], u32 tile, int warp_m, int lane, int kk) {
     #pragma unroll
@@ -164,7 +100,6 @@ __device__ __forceinline__ void load_b(u32 f[FRAGS_N][4], u32 tile, int warp_n, 
         }
     }
 }
-#endif
 
 __device__ __forceinline__ void store2(bf16* p, float x, float y) { *reinterpret_cast<u32*>(p) = pack_bf16(x, y); }
 __device__ __forceinline__ void store2(float* p, float x, float y) { *reinterpret_cast<float2*>(p) = make_float2(x, y); }
@@ -207,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(
     extern __shared__ __align__(16) unsigned char shared[];
     bf16* const ring = reinterpret_cast<bf16*>(shared + (0u - smem_addr(shared)) % RING_ALIGN);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int warp_m = WGMMA ? warp : warp >> 2, warp_n = WGMMA ? 0 : warp & 3;
+    const int warp_m = warp >> 2, warp_n = warp & 3;
 
     // Column tiles run fastest: blocks that run together share rows of A and the weights of one expert.
     const int columns = LAYOUT == 2 ? k : n;
@@ -263,34 +198,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(
             for (int c = 0; c < 4; ++c) acc[i][j][c] = 0.f;
 
     const u32 ring_addr = smem_addr(ring);
-#if WGMMA
-    const u32 a_part = (warp >> 2) * (PANEL * 2);  // 64 rows of A: 64 lines or one panel, 8 KiB either way
-    int read = 0, write = AHEAD;  // slots
-    pin(acc[0]);
-    for (int t = 0; t < tiles; ++t) {
-        cp_async_wait<AHEAD - 1>();  // of AHEAD+t groups: tile t is here
-        proxy_fence();
-        wgmma_wait<1>();             // tile t-2 is done; after the barrier in all warps, so its slot is free
-        __syncthreads();
-        const u32 slot = ring_addr + read * (SLOT * 2);
-        const u64 da = descriptor(slot + a_part), db = descriptor(slot + A_TILE * 2);
-        wgmma_fence();
-        #pragma unroll
-        for (int kk = 0; kk < TILE_K / 16; ++kk)
-            wgmma_tile(acc[0], da + kk * (STEP(A_K_CONTIGUOUS) >> 4), db + kk * (STEP(B_K_CONTIGUOUS) >> 4));
-        wgmma_commit();
-        if (t + AHEAD < tiles) {
-            load_m.load(ring + write * SLOT, k_left);
-            load_n.load(ring + write * SLOT + A_TILE, k_left);
-        }
-        k_left -= TILE_K;
-        cp_async_commit();
-        read = (read + 1) % STAGES;
-        write = (write + 1) % STAGES;
-    }
-    wgmma_wait<0>();
-    pin(acc[0]);
-#else
     u32 fa[2][FRAGS_M][4], fb[2][FRAGS_N][4];
     int read = 0, write = AHEAD;  // slots
     cp_async_wait<AHEAD - 1>();       // tile 0 is here
@@ -335,7 +242,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(
                 }
         }
     }
-#endif
     cp_async_wait<0>();
 
     // Accumulator c of a fragment: row lane/4 (+8 for c >= 2), columns 2*(lane%4) + (c & 1).

@@ -23,13 +23,10 @@ const TILE_M: usize = 128;
 const TILE_N: [usize; 2] = [128, 256];
 /// Depth of one stage; the kernel has the same number.
 const TILE_K: usize = 64;
-/// Stages of the shared-memory ring, without and with wgmma: two in flight, one being multiplied, and with
-/// wgmma, which runs on asynchronously, the one before it.
-const STAGES: [usize; 2] = [3, 4];
+/// Stages of the shared-memory ring: two in flight, one being multiplied.
+const STAGES: usize = 3;
 /// Slots start where the swizzle repeats; dynamic shared memory need not.
 const RING_ALIGN: usize = 1024;
-/// Compute capability of the one architecture that has wgmma (sm_90a).
-const WGMMA_CC: u32 = 90;
 const THREADS: u32 = 256;
 /// Rows start on 16-byte boundaries: eight bf16.
 const ALIGN: usize = 8;
@@ -61,8 +58,8 @@ pub struct GroupedGemm {
 }
 
 /// Shared memory of the ring of stages.
-fn ring_bytes(tile_n: usize, wgmma: bool) -> usize {
-    (TILE_M + tile_n) * TILE_K * DType::Bf16.size() * STAGES[wgmma as usize] + RING_ALIGN
+fn ring_bytes(tile_n: usize) -> usize {
+    (TILE_M + tile_n) * TILE_K * DType::Bf16.size() * STAGES + RING_ALIGN
 }
 
 /// Shared memory that one block can have, by compute capability (CUDA programming guide, technical
@@ -237,16 +234,14 @@ impl Op for GroupedGemm {
             return hopper::prepare(self, cuda, [offsets, a, b, d]);
         }
         let columns = self.columns();
-        let wgmma = cuda.cc == WGMMA_CC;
-        let wide = columns > TILE_N[0] && ring_bytes(TILE_N[1], wgmma) <= shared_limit(cuda.cc);
+        let wide = columns > TILE_N[0] && ring_bytes(TILE_N[1]) <= shared_limit(cuda.cc);
         let tile_n = TILE_N[wide as usize];
-        let shared = ring_bytes(tile_n, wgmma);
+        let shared = ring_bytes(tile_n);
         let defines = [
             ("LAYOUT", self.layout_number().to_string()),
             ("TILE_N", tile_n.to_string()),
             ("OUT", self.out_name().to_string()),
             ("ACCUMULATE", (self.accumulate as u32).to_string()),
-            ("WGMMA", (wgmma as u32).to_string()),
         ];
         let kernel = cuda.kernel(SOURCE, "grouped_gemm", &defines, shared as u32)?;
         // Nt, Nn: at most one partly filled tile an expert and one where the padding begins.
