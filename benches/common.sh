@@ -33,4 +33,13 @@ seconds_in() {
 begin() {
     "$mbperf" --version </dev/null >/dev/null 2>&1 || refuse "mbperf cannot be run: $mbperf --version: exit $? (in $PWD)"
     mkdir -p "$out" && [ -w "$out" ] || refuse "the output folder $out cannot be made or written (in $PWD)"
+    rm -f "$out/last.failed"
+}
+# What a part says of itself, in whichever process it runs: `ended` gives the script's exit code.
+failed() { : >>"$out/last.failed"; }
+ended() {
+    local code=0
+    [ ! -e "$out/last.failed" ] || code=1
+    rm -f "$out/last.failed"
+    return $code
 }

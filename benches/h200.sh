@@ -7,6 +7,7 @@
 #        which take minutes each
 # SANITIZE: a pattern; the sanitizer then sees the ops alone whose names match.
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
+# Exit code: 0 all was made and agrees, 1 something was not, 2 nothing was begun.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . benches/common.sh
@@ -30,7 +31,9 @@ row() { # FILE ARGUMENTS...
     "$mbperf" "$@" ${MAX_TIME:+--max_time "$MAX_TIME"} -q -o "$out/$file.csv" >"$out/last.log" 2>&1
     local code=$?
     echo "exit $code, $((SECONDS - start)) s: $*"
-    [ $code = 0 ] || tail -3 "$out/last.log"
+    [ $code = 0 ] && return
+    failed
+    tail -3 "$out/last.log"
 }
 LLAMA="-m llama -mr llama3_8b -g h100 -cp 1"
 QWEN="-m qwen -mr qwen3_30b_a3b -g h100"
@@ -40,15 +43,16 @@ OSS="-m gpt_oss -mr gpt_oss_120b -g h100 -c bf16 -pp 1 -ep 8 model.num_moe_exper
 PADDED="--use_tokendrop true model.moe_token_dispatcher_type=alltoall"
 
 selftest_part() {
-    "$mbperf" selftest >"$out/selftest.txt" 2>&1
-    echo "selftest: exit $?, $(tail -1 "$out/selftest.txt"), $SECONDS s"
+    local code=0
+    "$mbperf" selftest >"$out/selftest.txt" 2>&1 || { code=$?; failed; }
+    echo "selftest: exit $code, $(tail -1 "$out/selftest.txt"), $SECONDS s"
     grep FAILED "$out/selftest.txt" | cut -c1-300
 }
 referee_part() {
     local dumps
     dumps=$(mktemp -d)
     local small="--hidden_size 512 -sl 256 --vocab_size 1024 --max_microbatches 1 -q --max_time 0.5 -o $dumps/rows.csv"
-    dump() { local name=$1; shift; "$mbperf" "$@" $small --dump "$dumps/$name" >/dev/null 2>&1 || { echo "dump of $name: exit $?"; rm -rf "${dumps:?}/$name"; }; }
+    dump() { local name=$1; shift; "$mbperf" "$@" $small --dump "$dumps/$name" >/dev/null 2>&1 || { echo "dump of $name: exit $?"; failed; rm -rf "${dumps:?}/$name"; }; }
     for device in cuda cpu; do
         dump ${device}_llama3_8b $LLAMA --num_layers 2 --device $device
         dump ${device}_qwen3_dropless $QWEN --num_layers 2 --device $device
@@ -59,9 +63,14 @@ referee_part() {
         dump ${device}_kimi_k2 -m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 2 --device $device
         dump ${device}_gpt_oss_120b $OSS --num_layers 2 --device $device
         dump ${device}_qwen3_next_80b_a3b -m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 2 --device $device
+        dump ${device}_qwen3_vl_30b_a3b -m qwen_vl -mr qwen3_vl_30b_a3b -g h100 -c bf16 --moe_a2a_overlap false -pp 1 -vp None --num_layers 2 --device $device
+        dump ${device}_qwen35_vl_35b_a3b -m qwen_vl -mr qwen35_vl_35b_a3b -g h100 -c bf16 -pp 1 --num_layers 4 --device $device
+        dump ${device}_deepseek_v4_flash -m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx --run_dtype bf16 model.moe_paged_stash=false --num_layers 2 --device $device
+        dump ${device}_wan_14b -m wan -mr wan_14b -g h100 model.recompute_granularity=null --num_layers 2 --device $device
     done
-    python3 tests/pytorch/check.py "$dumps"/*/ >"$out/referee.txt" 2>&1
-    echo "PyTorch referee: exit $?, $(grep -c agrees "$out/referee.txt") losses agree, $SECONDS s"
+    local code=0
+    python3 tests/pytorch/check.py "$dumps"/*/ >"$out/referee.txt" 2>&1 || { code=$?; failed; }
+    echo "PyTorch referee: exit $code, $(grep -c agrees "$out/referee.txt") losses agree, $SECONDS s"
     sed -i "s|$dumps/||" "$out/referee.txt"
     grep -E "EXCEEDS|DIFFERS" "$out/referee.txt" | head -5
     rm -rf "$dumps"
@@ -90,7 +99,7 @@ sanitizer_part() {
     xargs -d '\n' -n 3 -P "$(nproc)" bash -c 'sanitizer_check "$@"' _ <"$out/last.list" >"$out/sanitizer.txt"
     sort -o "$out/sanitizer.txt" "$out/sanitizer.txt"
     echo "compute-sanitizer: $(wc -l <"$out/sanitizer.txt") runs, $SECONDS s; those with a finding or none:"
-    grep -v 'exit 0, [1-9].* 0 \(errors\|hazards\)' "$out/sanitizer.txt"
+    ! grep -v 'exit 0, [1-9].* 0 \(errors\|hazards\)' "$out/sanitizer.txt" || failed
 }
 running=()
 for part in selftest referee sanitizer; do
@@ -101,7 +110,7 @@ for part in selftest referee sanitizer; do
 done
 [ ${#running[@]} = 0 ] || wait "${running[@]}"
 if wants selftest; then # A time: nothing runs beside it.
-    "$mbperf" selftest --only 'launch cost' >"$out/selftest_launch_cost.txt" 2>&1
+    "$mbperf" selftest --only 'launch cost' >"$out/selftest_launch_cost.txt" 2>&1 || failed
     head -1 "$out/selftest_launch_cost.txt"
 fi
 if wants faults; then
@@ -143,38 +152,41 @@ if wants cold; then
     for state in cold warm; do
         start=$(date +%s%N)
         "$mbperf" $QWEN --cuda_graph_scope attn,moe_router --kernel_cache "$cache" -q -o "$out/main_command_$state.csv" >/dev/null 2>&1
-        echo "$state cache: exit $?, $(($(($(date +%s%N) - start)) / 1000000)) ms"
+        code=$?
+        [ $code = 0 ] || failed
+        echo "$state cache: exit $code, $(($(($(date +%s%N) - start)) / 1000000)) ms"
     done | tee "$out/main_command.txt"
     rm -rf "$cache"
 fi
 if wants side; then
     echo "== side by side with PyTorch"
-    benches/side_by_side.sh "$mbperf" "$out" 2>"$out/last.log" || tail -5 "$out/last.log"
+    benches/side_by_side.sh "$mbperf" "$out" 2>"$out/last.log" || { failed; tail -5 "$out/last.log"; }
 fi
 if wants verdict; then
-    benches/verdict.sh "$mbperf" "$out"
+    benches/verdict.sh "$mbperf" "$out" || failed
 fi
 if wants host_model; then
     echo "== host model against PyTorch"
-    benches/host_model_check.sh "$mbperf" "$out"
+    benches/host_model_check.sh "$mbperf" "$out" || failed
 fi
 if wants sweep; then
     echo "== sweeps: every scope worth trying, under PyTorch's host model too, with a profile of the last"
     for line in "qwen3_30b_a3b $QWEN" "llama3_8b $LLAMA -sl 512" "nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100"; do
         file=$out/sweep_${line%% *} start=$SECONDS
         timeout -k 20 580 "$mbperf" ${line#* } --sweep --host_model pytorch --profile ${MAX_TIME:+--max_time "$MAX_TIME"} \
-            -o "$file.csv" >"$file.txt" 2>&1
-        echo "exit $?, $((SECONDS - start)) s: ${line#* } --sweep: $(tail -1 "$file.txt")"
-        "$mbperf" report "$file.csv" -o "$file.html" --xlsx "$file.xlsx"
-        echo "exit $?: $(basename "$file").html, .xlsx"
+            -o "$file.csv" >"$file.txt" 2>&1 && code=0 || { code=$?; failed; }
+        echo "exit $code, $((SECONDS - start)) s: ${line#* } --sweep: $(tail -1 "$file.txt")"
+        "$mbperf" report "$file.csv" -o "$file.html" --xlsx "$file.xlsx" && code=0 || { code=$?; failed; }
+        echo "exit $code: $(basename "$file").html, .xlsx"
     done
 fi
 if wants pages; then
     echo "== pages and workbooks of every result file"
     for file in "$out"/*.csv; do
         [ "$(head -c 14 "$file")" = schema_version ] || continue
-        "$mbperf" report "$file" -o "${file%.csv}.html" --xlsx "${file%.csv}.xlsx"
-        echo "exit $?: $(basename "${file%.csv}").html, .xlsx"
+        "$mbperf" report "$file" -o "${file%.csv}.html" --xlsx "${file%.csv}.xlsx" && code=0 || { code=$?; failed; }
+        echo "exit $code: $(basename "${file%.csv}").html, .xlsx"
     done
 fi
 rm -f "$out/last.log" "$out/last.list"
+ended

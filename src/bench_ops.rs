@@ -43,7 +43,7 @@ const COLUMNS: [&str; 13] = [
 ];
 
 /// An op and its launches in the step.
-type Counted = (Arc<dyn Op>, usize);
+pub type Counted = (Arc<dyn Op>, usize);
 
 /// One op's figures.
 #[derive(Debug, Clone, Default)]
@@ -121,38 +121,36 @@ impl Figure {
     }
 }
 
+/// Ops by name and what they are of.
+pub type Chosen = BTreeMap<(&'static str, String), Counted>;
+
 /// Distinct ops of the step whose name holds `only`. What waits for the host has no device time of its own.
-fn distinct(program: &Program, only: Option<&str>) -> BTreeMap<(&'static str, String), Counted> {
-    let mut all: BTreeMap<(&str, String), Counted> = BTreeMap::new();
+///
+/// # Errors
+/// There is none of that name (exit 2).
+pub fn chosen(program: &Program, only: Option<&str>) -> Result<Chosen, Usage> {
+    let mut all = Chosen::new();
     for l in
         program.launches.iter().filter(|l| !l.host_sync() && only.is_none_or(|o| l.op.name().contains(o)))
     {
         all.entry((l.op.name(), format!("{:?}", l.op))).or_insert((l.op.clone(), 0)).1 += 1;
     }
-    all
-}
-
-/// Times every distinct op of `program` whose name holds `only`.
-///
-/// # Errors
-/// No op of that name in the step (exit 2); a device failure; an output that cannot be written.
-pub fn run(
-    args: &Args,
-    program: &Program,
-    only: Option<&str>,
-    options: &CudaOptions,
-    out: &mut dyn Write,
-) -> anyhow::Result<()> {
-    let distinct = distinct(program, only);
-    if distinct.is_empty() {
+    if all.is_empty() {
         let names: BTreeSet<&str> = program.launches.iter().map(|l| l.op.name()).collect();
         let names = names.into_iter().collect::<Vec<_>>().join(", ");
         return Err(Usage(format!(
             "ops: this run's step has no op whose name holds `{}`. It has: {names}",
             only.unwrap_or_default()
-        ))
-        .into());
+        )));
     }
+    Ok(all)
+}
+
+/// Times every one of `ops`.
+///
+/// # Errors
+/// A device failure; an output that cannot be written.
+pub fn run(args: &Args, ops: Chosen, options: &CudaOptions, out: &mut dyn Write) -> anyhow::Result<()> {
     let ceilings = ceilings(options)?;
     let csv = matches!(args.mbperf.format, crate::args::Format::Csv);
     if csv {
@@ -170,7 +168,7 @@ pub fn run(
             "op", "launches", "us", "TFLOP/s", "GB/s", "share", "list best", "of it"
         )?;
     }
-    for ((name, what), (op, count)) in distinct {
+    for ((name, what), (op, count)) in ops {
         let timed = Bench::open(&op, options, LAUNCHES).and_then(|bench| {
             let attention = bench.attention();
             Ok((products::time(&op, bench, options)?, attention))

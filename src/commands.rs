@@ -5,7 +5,7 @@ use crate::args::{ArgsError, Command, CompileKernelsArgs, Format, RecipesCommand
 use crate::capture::CaptureError;
 use crate::device::DeviceError;
 use crate::device::cuda::executor::CudaOptions;
-use crate::device::cuda::libraries::{Availability, probe, set_path};
+use crate::device::cuda::libraries::{self, Availability, probe, set_path};
 use crate::keys::short;
 use crate::overrides::UsageError;
 use crate::recipe::{Catalogue, RecipeError, ShowError, print_list, print_show};
@@ -53,6 +53,13 @@ pub fn folders(cuda_path: Option<&Path>, kernel_cache: Option<&Path>) -> Result<
             )));
         }
         set_path(path);
+    }
+    if let Some(path) = libraries::folder_of_variable().filter(|p| !p.is_dir()) {
+        return Err(Usage(format!(
+            "{}={}: there is no such folder; name the one that the CUDA libraries lie in, or unset it",
+            libraries::PATH_VARIABLE,
+            path.display()
+        )));
     }
     let Some(path) = kernel_cache else { return Ok(()) };
     file::check_folder(path).map_err(|e| {
@@ -161,7 +168,10 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
         }
         Command::Doctor(a) => {
             folders(a.cuda_path.as_deref(), None)?;
-            doctor::report(&mut out).map(|_| ()).map_err(Into::into)
+            match doctor::report(&mut out) {
+                Ok(ready) => return Ok(if ready { 0 } else { measure::NO_DEVICE }),
+                Err(e) => Err(e.into()),
+            }
         }
         Command::Selftest(a) => return self_test(a, &mut out),
         Command::Compare(a) => return compare::run(a, &mut out),

@@ -119,12 +119,9 @@ fn follow(args: &Args, start: Option<Start>) -> anyhow::Result<u8> {
     ranks::serve(&resolved.config, args, &start, on_gpu, &alone)
 }
 
-/// What a command line asks for that no run can give, and files that it may not write; nothing is touched yet.
-fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
-    options(resolved, args, false).check().map_err(|e| usage(&e))?;
-    beside::limit(args)?;
-    faults(args)?;
-    check_spin(args, args.mbperf.device != DeviceChoice::Cpu)?;
+/// # Errors
+/// Another order is allowed to kernels that have one (exit 2).
+fn one_order(args: &Args) -> anyhow::Result<()> {
     let own = &args.mbperf;
     if own.attention_backend == AttentionKernels::Own && !own.attention_deterministic {
         return Err(usage(
@@ -132,6 +129,16 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
              change nothing; leave one of the two out",
         ));
     }
+    Ok(())
+}
+
+/// What a command line asks for that no run can give, and files that it may not write; nothing is touched yet.
+fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
+    options(resolved, args, false).check().map_err(|e| usage(&e))?;
+    beside::limit(args)?;
+    faults(args)?;
+    check_spin(args, args.mbperf.device != DeviceChoice::Cpu)?;
+    one_order(args)?;
     HostModel::load(&args.mbperf.host_model)?;
     let target = target(resolved, args);
     if args.mbperf.resume && target.file().is_none() {
@@ -288,14 +295,16 @@ pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow:
     // A signal ends it at once: nothing is open that it could spoil.
     let _interrupt = Interrupt::watch()?;
     crate::bench_ops::options::check(args)?;
+    one_order(args)?;
     let (plan, options) = ops_of(args)?;
+    let ops = crate::bench_ops::chosen(&plan.eager.program, only)?;
     if !choose_device(args)? {
         return Err(DeviceError::Unavailable(
             "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
         )
         .into());
     }
-    crate::bench_ops::run(args, &plan.eager.program, only, &options, out)
+    crate::bench_ops::run(args, ops, &options, out)
 }
 
 /// The step whose ops are timed, and how the GPU is opened for them.

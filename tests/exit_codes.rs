@@ -122,13 +122,35 @@ fn folders_that_are_none_are_refused() {
     }
 }
 
+#[test]
+fn a_folder_in_the_environment_is_looked_at_too() {
+    let dir = tempdir().unwrap();
+    for (folder, code) in [("none", 2), ("", 3)] {
+        let output = binary::command(dir.path(), "doctor").env("MBPERF_CUDA_PATH", folder).output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{folder}: {}", text(&output.stdout));
+        assert_eq!(text(&output.stderr).contains("MBPERF_CUDA_PATH=none"), code == 2);
+    }
+}
+
+/// `mbperf doctor && mbperf ...`: it says what a run would.
+#[test]
+fn the_doctor_tells_whether_a_gpu_can_be_used() {
+    let dir = tempdir().unwrap();
+    let output = run(dir.path(), "doctor");
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("There is no usable GPU"));
+}
+
 /// Only cuDNN's attention has another order to add in.
 #[test]
 fn own_attention_has_one_order() {
     let dir = tempdir().unwrap();
     let line = "-m llama -mr llama3_8b -g h100 -d --attention_deterministic false";
     let said = fails(dir.path(), &format!("{line} --attention_backend own"), 2);
-    assert!(said.contains("--attention_deterministic false with --attention_backend own"), "{said}");
+    let told = "--attention_deterministic false with --attention_backend own";
+    assert!(said.contains(told), "{said}");
+    let of_ops = "ops attention -m llama -mr llama3_8b -g h100 --attention_deterministic false";
+    assert!(fails(dir.path(), &format!("{of_ops} --attention_backend own"), 2).contains(told));
     assert_eq!(run(dir.path(), &format!("{line} --attention_backend cudnn")).status.code(), Some(0));
 }
 
@@ -140,6 +162,9 @@ fn ops_that_are_not_there_are_told() {
         let said = fails(dir.path(), &line, 2);
         assert!(said.contains("`extra`") && said.contains("rmsnorm"), "{line}: {said}");
     }
+    // One that there is, but not in this step: told before a GPU is looked for.
+    let said = fails(dir.path(), &format!("ops ssd {run_of}"), 2);
+    assert!(said.contains("`ssd`") && said.contains("It has:"), "{said}");
     let listed = run(dir.path(), "ops gemm");
     assert_eq!((listed.status.code(), text(&listed.stderr)), (Some(0), String::new()));
 }

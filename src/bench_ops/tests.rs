@@ -28,7 +28,7 @@ fn the_options_of_attention_reach_the_device() {
 /// Names of the ops that are timed of a step.
 fn names(line: &str) -> Vec<&'static str> {
     let plan = ops_of(&args(line)).unwrap().0;
-    distinct(&plan.eager.program, None).into_keys().map(|(name, _)| name).collect()
+    chosen(&plan.eager.program, None).unwrap().into_keys().map(|(name, _)| name).collect()
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn a_full_step_has_loss_optimizer_and_embedding() {
 #[test]
 fn launches_of_one_shape_are_counted_together() {
     let plan = ops_of(&args(&format!("{LLAMA} --stack_only"))).unwrap().0;
-    let all = distinct(&plan.eager.program, Some("attention"));
+    let all = chosen(&plan.eager.program, Some("attention")).unwrap();
     assert_eq!(all.values().map(|(_, count)| *count).collect::<Vec<_>>(), [4, 4], "{all:?}");
 }
 

@@ -19,7 +19,7 @@ mod tests;
 
 pub use in_turn::in_turn;
 pub use options::Options;
-pub use outcome::{ArmResult, Outcome, Status, StepRecord, exit_code};
+pub use outcome::{ArmResult, NO_DEVICE, Outcome, Status, StepRecord, exit_code};
 pub use progress::{Hooks, Progress, Silent, StepSink, Update};
 pub use verdict::{MIN_PAIRS, Verdict};
 

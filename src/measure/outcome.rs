@@ -198,10 +198,13 @@ impl Status {
     }
 }
 
+/// Exit code where there is no usable device, or a library that it needs is missing.
+pub const NO_DEVICE: u8 = 3;
+
 /// The exit code that a device error asks for.
 pub fn exit_code(error: &DeviceError) -> u8 {
     match error {
-        DeviceError::Unavailable(_) => 3,
+        DeviceError::Unavailable(_) => NO_DEVICE,
         DeviceError::Capture { .. } => 4,
         DeviceError::OutOfMemory { .. } => 5,
         DeviceError::Unequal(_) => 6,

@@ -107,10 +107,13 @@ pub fn print_show(catalogue: &Catalogue, name: &str, out: &mut dyn Write) -> Res
         writeln!(out, "\narchitecture")?;
         write_values(model.architecture.iter(), out)?;
         writeln!(out, "\nrecipes")?;
+        let header = ["  NAME", "GRAPH", "SHARE OF ONE GPU (first pipeline stage)"].map(str::to_owned);
+        let mut rows = vec![header];
         let of_model = |r: &&Recipe| r.family == model.family && r.model == model.model;
         for r in catalogue.recipes().iter().filter(of_model) {
-            writeln!(out, "  {:<64} {}", r.function, graph(r))?;
+            rows.push([format!("  {}", r.function), graph(r), share_in_short(r)]);
         }
+        write_table(&rows, out)?;
         return Ok(());
     }
     let Some(recipe) = catalogue.recipes().iter().find(|r| r.function == name) else {
@@ -172,10 +175,32 @@ fn write_counts(values: &Values, out: &mut dyn Write) -> io::Result<()> {
 }
 
 /// What rank 0 of the first pipeline stage holds, or why the layout is impossible.
+fn share_of(recipe: &Recipe) -> Result<RankShare, String> {
+    let input = ShareInput::of_values(&recipe.values, recipe.num_gpus).map_err(|e| e.to_string())?;
+    RankShare::from_input(&input).map_err(|e| e.to_string())
+}
+
+/// `14 layers, 24 x 8192 tokens`: micro-batches of a step.
+fn share_in_short(recipe: &Recipe) -> String {
+    match share_of(recipe) {
+        Ok(share) => {
+            let experts =
+                if share.experts > 0 { format!(", {} experts", share.experts) } else { String::new() };
+            format!(
+                "{} layers{experts}, {} x {} tokens",
+                share.layers.len(),
+                share.num_microbatches,
+                share.tokens
+            )
+        }
+        // Why: its own `recipes show`.
+        Err(_) => "impossible as it stands".to_owned(),
+    }
+}
+
 fn show_share(recipe: &Recipe, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "\nshare of one GPU (first pipeline stage)")?;
-    let input = ShareInput::of_values(&recipe.values, recipe.num_gpus).map_err(|e| e.to_string());
-    let share = match input.and_then(|i| RankShare::from_input(&i).map_err(|e| e.to_string())) {
+    let share = match share_of(recipe) {
         Ok(share) => share,
         Err(reason) => return writeln!(out, "  impossible: {reason}"),
     };

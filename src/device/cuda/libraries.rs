@@ -121,6 +121,11 @@ pub fn set_path(path: &Path) {
     }
 }
 
+/// What [`PATH_VARIABLE`] names; an empty one is none.
+pub fn folder_of_variable() -> Option<PathBuf> {
+    env::var_os(PATH_VARIABLE).filter(|v| !v.is_empty()).map(PathBuf::from)
+}
+
 /// The folders searched beside the loader's own, in order. Only those that exist.
 pub fn folders() -> Vec<PathBuf> {
     let mut out = asked_folders();
@@ -150,7 +155,7 @@ pub fn folders() -> Vec<PathBuf> {
 fn asked_folders() -> Vec<PathBuf> {
     let asked = EXTRA.lock().ok().and_then(|e| e.clone());
     let mut out = Vec::new();
-    for root in asked.into_iter().chain(env::var_os(PATH_VARIABLE).map(PathBuf::from)) {
+    for root in asked.into_iter().chain(folder_of_variable()) {
         out.extend([root.join("lib64"), root.join("lib"), root.join("targets/x86_64-linux/lib")]);
         out.extend(glob_dirs(&root.join("nvidia"), "lib"));
         out.push(root);
