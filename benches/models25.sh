@@ -31,7 +31,7 @@ ROW_S=240
 
 # What is simpler than the recipe asks for, unless it is switched off, and would stand in `approximations`:
 STATE=optimizer.use_precision_aware_optimizer=false   # state below fp32
-AUX=model.moe_router_load_balancing_type=aux_loss     # the recipe's loss is by sequence
+AUX=model.moe_router_load_balancing_type=aux_loss     # the recipe's loss is over all ranks and micro-batches
 NO_TP_OVERLAP=comm_overlap.tp_comm_overlap=false
 FUSED=model.gradient_accumulation_fusion=true         # the recipe adds gradients up in launches of their own
 # What is not built:
@@ -54,26 +54,26 @@ qwen3_235b_a22b         -                                    -m qwen -g h100 -c 
 # Scope attn holds the gated delta nets, too.
 qwen3_next_80b_a3b      -                                    -m qwen -g h100 -c bf16 $STATE $AUX $SCOPE attn
 # Scope mlp, here and in those like it: the dense layers ahead of those with experts, which lie on the first stage.
-deepseek_v3             -                                    -m deepseek -g h100 -c bf16 $STATE $AUX $SCOPE mlp
+deepseek_v3             -                                    -m deepseek -g h100 -c bf16 $STATE $SCOPE mlp
 # For gb200 and gb300 and in fp8_mx alone. All 43 layers are planned at 138 GiB, 40 at 129.
-deepseek_v4_flash       run_dtype_bf16,compressed_attention  -m deepseek -g gb200 -c fp8_mx --run_dtype bf16 $STATE $AUX $NO_STASH --num_layers 40
+deepseek_v4_flash       run_dtype_bf16,compressed_attention  -m deepseek -g gb200 -c fp8_mx --run_dtype bf16 $STATE $NO_STASH --num_layers 40
 # For gb300 and in fp8_mx alone. All 61 layers are planned at 223 GiB, 32 at 114; its stages and chunks take multiples of 16.
 deepseek_v4_pro         run_dtype_bf16,compressed_attention  -m deepseek -g gb300 -c fp8_mx --run_dtype bf16 $STATE $NO_STASH $NO_OFFLOAD --num_layers 32
 # Muon is not built.
-kimi_k2                 -                                    -m kimi -g h100 -c bf16 $AUX optimizer.optimizer=adam $SCOPE mlp
+kimi_k2                 -                                    -m kimi -g h100 -c bf16 optimizer.optimizer=adam $SCOPE mlp
 # Fine-tuning alone. With the recipe's full recompute no scope is legal (R33), without it two micro-batches of glm51 do not fit.
-glm51                   sparse_attention                     -m glm_moe_dsa -g h100 -c bf16 --task sft $STATE $AUX $NO_PACKING model.recompute_granularity=null --max_microbatches 1 $SCOPE mlp
-glm52                   sparse_attention                     -m glm_moe_dsa -g h100 -c bf16 --task sft $STATE $AUX $NO_PACKING model.recompute_granularity=null --max_microbatches 1 $SCOPE mlp
+glm51                   sparse_attention                     -m glm_moe_dsa -g h100 -c bf16 --task sft $STATE $NO_PACKING model.recompute_granularity=null --max_microbatches 1 $SCOPE mlp
+glm52                   sparse_attention                     -m glm_moe_dsa -g h100 -c bf16 --task sft $STATE $NO_PACKING model.recompute_granularity=null --max_microbatches 1 $SCOPE mlp
 gpt_oss_120b            -                                    -m gpt_oss -g h100 -c bf16 $STATE $SCOPE moe_router
 # No recipe for h100, none in bf16. NCCL's user buffers are not built.
 gpt_oss_20b             run_dtype_bf16                       -m gpt_oss -g gb200 -c nvfp4 --run_dtype bf16 --nccl_ub false
 # For h100 in fp8_cs alone; those in bf16, for b200 and gb300, have a global batch that does not divide (M06).
 nemotronh_56b           run_dtype_bf16                       -m nemotronh -g h100 -c fp8_cs --run_dtype bf16 $NO_TP_OVERLAP
-nemotron_3_nano         -                                    -m nemotronh -g h100 -c bf16 $STATE $AUX
-nemotron_3_5_lightning  -                                    -m nemotronh -g h100 -c bf16 $STATE $AUX $NO_OFFLOAD
-nemotron_3_super        -                                    -m nemotronh -g h100 -c bf16 $STATE $AUX $SCOPE attn
+nemotron_3_nano         -                                    -m nemotronh -g h100 -c bf16 $STATE
+nemotron_3_5_lightning  -                                    -m nemotronh -g h100 -c bf16 $STATE $NO_OFFLOAD
+nemotron_3_super        -                                    -m nemotronh -g h100 -c bf16 $STATE $SCOPE attn
 # For gb200 and gb300 and in fp8_mx alone. FSDP is not built. All 108 layers are planned at 251 GiB, 52 at 128.
-nemotron_3_ultra        run_dtype_bf16                       -m nemotronh -g gb200 -c fp8_mx --run_dtype bf16 $AUX $FUSED $NO_OFFLOAD --use_megatron_fsdp false --num_layers 52 $SCOPE attn
+nemotron_3_ultra        run_dtype_bf16                       -m nemotronh -g gb200 -c fp8_mx --run_dtype bf16 $FUSED $NO_OFFLOAD --use_megatron_fsdp false --num_layers 52 $SCOPE attn
 qwen3_vl_30b_a3b        -                                    -m qwen_vl -g h100 -c bf16 $STATE $NO_A2A_OVERLAP
 # For h100 it is refused as it stands: 94 layers do not fill 8 stages.
 qwen3_vl_235b_a22b      -                                    -m qwen_vl -g b200 -c bf16 $STATE $NO_A2A_OVERLAP

@@ -44,15 +44,16 @@ pub const FEATURES: &[Feature] = &[
         !of.is_null()
             && !matches!(of.get("type").and_then(serde_json::Value::as_str), Some("llama3" | "yarn"))
     }),
+    // Of a micro-batch of one sequence the loss by sequence is the loss over the micro-batch (Megatron-Core, `TopKRouter`:
+    // `_apply_seq_aux_loss` divides by the sequences of the micro-batch what `_apply_aux_loss` takes over all its tokens).
+    approximated("seq_aux_loss", "the balancing loss is over the micro-batch, not by sequence", |e| {
+        e.values.text("model.moe_router_load_balancing_type") == Some("seq_aux_loss")
+            && e.values.int("train.micro_batch_size") != Some(1)
+    }),
     approximated(
-        "seq_aux_loss",
-        "the balancing loss is over the micro-batch, not by sequence or over all ranks",
-        |e| {
-            matches!(
-                e.values.text("model.moe_router_load_balancing_type"),
-                Some("seq_aux_loss" | "global_aux_loss")
-            )
-        },
+        "global_aux_loss",
+        "the balancing loss is over the micro-batch, not over all ranks and micro-batches",
+        |e| e.values.text("model.moe_router_load_balancing_type") == Some("global_aux_loss"),
     ),
     approximated(
         "sparse_attention",
@@ -304,20 +305,37 @@ mod tests {
     use crate::overrides;
     use crate::recipe::Catalogue;
 
+    /// What the runnable configuration of a line approximates.
+    fn approximations(line: &str) -> Vec<String> {
+        let catalogue = Catalogue::load(None).unwrap();
+        let argv = ["mbperf"].into_iter().chain(line.split_whitespace()).map(String::from);
+        let Ok(Command::Run(args)) = args::parse(argv) else { panic!("{line}") };
+        let cfg = overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
+        assert!(cfg.not_built.is_empty(), "{line}: {:?}", cfg.not_built);
+        cfg.approximations
+    }
+
     /// A tower's graphs are named for recipes that ask for them, and where nothing else holds the tower.
     #[test]
     fn graphs_of_a_tower_are_approximated_only_where_they_are_asked_for() {
-        let catalogue = Catalogue::load(None).unwrap();
-        let named = |line: &str| {
-            let argv = ["mbperf"].into_iter().chain(line.split_whitespace()).map(String::from);
-            let Ok(Command::Run(args)) = args::parse(argv) else { panic!("{line}") };
-            let cfg = overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
-            assert!(cfg.not_built.is_empty(), "{line}: {:?}", cfg.not_built);
-            cfg.approximations.iter().any(|a| a == "vision_graphs")
-        };
+        let named = |line: &str| approximations(line).iter().any(|a| a == "vision_graphs");
         assert!(named("-m qwen_vl -mr qwen35_vl_35b_a3b -g h100"));
         assert!(!named("-m qwen_vl -mr qwen35_vl_35b_a3b -g b200"));
         assert!(!named("-m qwen_vl -mr qwen3_vl_30b_a3b -g b200"));
         assert!(!named("-m wan -mr wan_14b -g h100"));
+    }
+
+    /// One sequence is the whole micro-batch, several are not.
+    #[test]
+    fn a_loss_by_sequence_is_modelled_where_a_micro_batch_has_one() {
+        let nano = "-m nemotronh -mr nemotron_3_nano -g h100";
+        let aux = |line: &str| {
+            let all = approximations(line);
+            all.into_iter().filter(|a| a.ends_with("aux_loss")).collect::<Vec<_>>().join(",")
+        };
+        assert_eq!(aux(nano), "");
+        assert_eq!(aux(&format!("{nano} -mb 2")), "seq_aux_loss");
+        assert_eq!(aux("-m qwen -mr qwen3_next_80b_a3b -g h100"), "global_aux_loss");
+        assert_eq!(aux("-m qwen -mr qwen3_30b_a3b -g h100"), "");
     }
 }
