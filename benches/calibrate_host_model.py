@@ -1,16 +1,25 @@
 #!/usr/bin/env python3
 """Host time of eager PyTorch by part and pass, and of replays, as a file for `mbperf --host_model FILE`.
 
-usage: calibrate_host_model.py [-o FILE] [--check FILE] [--rounds N] [--layers L] [--points KIND:TOKENS,...]
+usage: calibrate_host_model.py [-o FILE] [--check FILE] [--rounds N] [--layers L] [--points KIND:TOKENS,...] [--look]
 
 Needs PyTorch and one GPU (about 25 GB for llama3_8b at 512 tokens; --points chooses others). Stacks of L layers of
 host_model_stack.py, in bf16, run forward and backward: eager, with graphs of attention and of attention and a second part (one
-graph for both, and one each), and as one graph. A clock is read at each part's beginning and end, in the backward pass by
-hooks on the gradients of what goes in and comes out. All times are the host's: the device is waited for between steps only.
+graph for both, and one each), and as one graph; Mamba layers, which are one part, eager, with graphs of it, and as one graph. A
+clock is read at each part's beginning and end, in the backward pass by hooks on the gradients of what goes in and comes out. All
+times are the host's: the device is waited for between steps only.
 
 On a shared host PyTorch's own host time of one stack moves by 10 to 25 % between two loops a second apart (seen on an H200
 machine). So everything is measured in turns: each of N rounds runs a few steps of every form, steps with and without marks
 in alternation, and figures are medians over rounds.
+
+--points: dense (llama3_8b's layers), moe (qwen3_30b_a3b's) or mamba (nemotron_3_nano's Mamba-2) and the tokens of a micro-batch, in
+place of the default; the word `default` stands for that, as in default,mamba:512. mamba needs the folder mamba_ssm/ops/triton of
+the mamba_ssm source package (and mamba_ssm/utils/torch.py, which that loads) on PYTHONPATH, beside einops: no default point is of
+it. Triton tunes its kernels before the first Mamba step, a minute and more; TRITON_CACHE_AUTOTUNING=1 keeps most of that for the
+next process. Without a dense point of at most 4096 tokens a stack of dense:128 runs for whole graphs and single launches alone.
+
+--look looks at the arguments, and for the package where a point needs it, and measures nothing.
 
 --check FILE also writes, from other steps of the same rounds, what host_model_check.py compares a model with: host and wall
 times of every form, round by round, and device-busy times (last: a profiler slows down all that follows).
@@ -24,13 +33,17 @@ import statistics
 import sys
 import time
 
-from command_line import Replaced, writable
+from command_line import Replaced, lacking, refuse, writable
 from host_model_figures import shared_out, spread
 
 POINTS = "dense:128,dense:512,dense:8192,moe:512,moe:4096"
-NAMES = {"dense": "llama3_8b", "moe": "qwen3_30b_a3b"}
+NAMES = {"dense": "llama3_8b", "moe": "qwen3_30b_a3b", "mamba": "nemotron_3_nano"}
+# What Python must have for Mamba layers beside PyTorch.
+MAMBA_MODULES = "mamba_ssm", "einops"
 # Dense stacks of more tokens are in the table of eager host times alone: there the device is the limit, by far.
 MOST_DENSE_TOKENS = 4096
+# Whole graphs and single launches are timed on dense layers: on these where no point is of that kind. The default's smallest.
+ASIDE = "dense", 128
 # Measured on an H200: 4 rounds of the default points with --check, and the check, take 110 s together; 16 some 200 s, estimated.
 ROUNDS = 16
 # Steps of each sort and form in a round: a form's turn is then long enough to be run in, and short beside drift.
@@ -114,9 +127,8 @@ def forms_of(kind, tokens):
     return forms[:1] if eager_alone(kind, tokens) else forms
 
 
-def measure(kind, tokens, layers, rounds, check):
-    """All forms of one stack, in turns."""
-    forms = forms_of(kind, tokens)
+def measure(kind, tokens, layers, rounds, check, forms):
+    """These forms of one stack, in turns."""
     alone = len(forms) == 1
     check = check and not alone
     turns = [Turns(kind, tokens, layers, form) for form in forms]
@@ -185,13 +197,16 @@ def points(text):
     found = []
     for word in text.split(","):
         kind, _, tokens = word.partition(":")
-        if kind not in NAMES or not tokens.isdecimal() or int(tokens) < 1:
-            raise argparse.ArgumentTypeError(f"{word!r} is not dense:TOKENS or moe:TOKENS")
-        found.append((kind, int(tokens)))
-    if not any(kind == "dense" and not eager_alone(kind, tokens) for kind, tokens in found):
+        if word == "default":
+            found += points(POINTS)
+        elif kind not in NAMES or not tokens.isdecimal() or int(tokens) < 1:
+            raise argparse.ArgumentTypeError(f"{word!r} is not dense:TOKENS, moe:TOKENS, mamba:TOKENS or default")
+        else:
+            found.append((kind, int(tokens)))
+    if all(eager_alone(*point) for point in found):
         raise argparse.ArgumentTypeError(
-            f"a dense point of at most {MOST_DENSE_TOKENS} tokens is needed: whole graphs and single launches are timed there")
-    return found
+            f"a point other than dense ones above {MOST_DENSE_TOKENS} tokens is needed: those have no graphs")
+    return list(dict.fromkeys(found))
 
 
 def load():
@@ -205,6 +220,14 @@ def load():
                  "this with a Python that has it")
 
 
+def load_mamba():
+    """The Mamba layer at once, as its package may lack a part: other points would have been measured before that is seen."""
+    try:
+        import ref_mamba  # noqa: F401
+    except ImportError as e:
+        refuse(f"mamba points need mamba_ssm/ops/triton and what it loads: {e}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", default="host_model.json")
@@ -212,24 +235,39 @@ def main():
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--points", type=points, default=POINTS)
+    parser.add_argument("--look", action="store_true")
     args = parser.parse_args()
+    kinds = {kind for kind, _ in args.points}
     if args.rounds < 1 or args.layers < 1:
         parser.error("--rounds and --layers must be at least 1")
     if args.check and os.path.realpath(args.check) == os.path.realpath(args.output):
         parser.error("-o and --check name one file")
+    missing = lacking(*MAMBA_MODULES) if "mamba" in kinds else []
+    if missing:
+        refuse(f"{sys.executable} has no {', '.join(missing)}, which mamba points need: run this with a Python that has it "
+               "(PYTHONPATH counts)")
+    if args.look:
+        return
     for path in (args.output, *([args.check] if args.check else [])):
         writable(path)
     load()
     if not torch.cuda.is_available():
         sys.exit("calibrate_host_model.py: PyTorch sees no GPU: run it on the machine whose host time you want")
+    if "mamba" in kinds:
+        load_mamba()
     torch.manual_seed(0)
     found = {}
     for kind, tokens in args.points:
-        found[kind, tokens] = measure(kind, tokens, args.layers, args.rounds, bool(args.check))
+        found[kind, tokens] = measure(kind, tokens, args.layers, args.rounds, bool(args.check), forms_of(kind, tokens))
+        release()
+    aside = {}
+    if not any(kind == "dense" and not eager_alone(kind, tokens) for kind, tokens in found):
+        forms = [form for form in forms_of(*ASIDE) if not form.parts]
+        aside[ASIDE] = measure(*ASIDE, args.layers, args.rounds, False, forms)
         release()
     rows, per_launch = [], []
-    for (kind, tokens), turns in found.items():
-        checked = args.check and len(turns) > 1
+    for (kind, tokens), turns in (found | aside).items():
+        checked = args.check and len(turns) > 1 and (kind, tokens) not in aside
         for each in turns:
             eager = each.form.scope == "eager"
             if not checked and not (kind == "dense" and eager):
@@ -240,7 +278,7 @@ def main():
             if checked:
                 rows.append(dict(each.row(kind, tokens), busy_ms=round(busy_ms, 4), kernels=kernels))
     # Graphs of several layers: dense ones, as expert layers need static shapes for that.
-    whole = [each.host() for (kind, _), turns in found.items() if kind == "dense"
+    whole = [each.host() for (kind, _), turns in (found | aside).items() if kind == "dense"
              for each in turns if each.form.scope == "full"]
     layers = [dict(layer=kind, tokens=tokens, **by_pass(turns[0].groups())) for (kind, tokens), turns in found.items()]
     source = (f"PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, {platform.node()}, {time.strftime('%Y-%m-%d')}, "

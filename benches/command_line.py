@@ -76,11 +76,15 @@ def writable(path):
         refuse(f"{path} cannot be written: the folder {folder} takes no files")
 
 
+def lacking(*modules):
+    """Which of these modules Python has not got. Loads none: that they load is another matter."""
+    return [m for m in modules if importlib.util.find_spec(m) is None]
+
+
 def installed(*modules):
-    """Ends the script (1) where Python has not got these modules. Loads none: that they load is another matter."""
-    lacking = [m for m in modules if importlib.util.find_spec(m) is None]
-    if lacking:
-        sys.exit(f"{script()}: {sys.executable} has no {', '.join(lacking)}: run this with a Python that has it (PYTHONPATH counts)")
+    """Ends the script (1) where Python has not got these modules."""
+    if missing := lacking(*modules):
+        sys.exit(f"{script()}: {sys.executable} has no {', '.join(missing)}: run this with a Python that has it (PYTHONPATH counts)")
 
 
 class Replaced:

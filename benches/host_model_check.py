@@ -26,19 +26,26 @@ from command_line import Table, arguments, refuse, runnable, writable
 from host_model_figures import interval, median_of, quantiles
 
 LIMIT = 0.10
-LLAMA = "-m llama -mr llama3_8b -g h100 -cp 1 --num_layers {}"
-QWEN = "-m qwen -mr qwen3_30b_a3b -g h100 --num_layers {} model.moe_token_dispatcher_type=alltoall"
+# By recipe: kind of layer, mbperf's command line of as many layers as are put in, and what it needs more for one graph.
+# One graph needs static shapes: expert models drop and pad for it.
+STACKS = {
+    "llama3_8b": ("dense", lambda n: f"-m llama -mr llama3_8b -g h100 -cp 1 --num_layers {n}", ""),
+    "qwen3_30b_a3b": ("moe", lambda n: f"-m qwen -mr qwen3_30b_a3b -g h100 --num_layers {n} model.moe_token_dispatcher_type=alltoall",
+                      " --use_tokendrop true"),
+    # The recipe's own pattern has other layers between, and it recomputes, which the stacks of host_model_stack.py do not.
+    "nemotron_3_nano": ("mamba", lambda n: f"-m nemotronh -mr nemotron_3_nano -g h100 --num_layers {n} "
+                                           f"model.hybrid_override_pattern={'M' * n} model.recompute_granularity=null", ""),
+}
 SECONDS = "3"
 
 
 def options(recipe, tokens, layers, scope):
     """mbperf's command line for a stack and PyTorch's scope."""
-    line = f"{(LLAMA if recipe == 'llama3_8b' else QWEN).format(layers)} -sl {tokens} --stack_only"
+    _, stack, for_one_graph = STACKS[recipe]
+    line = f"{stack(layers)} -sl {tokens} --stack_only"
     if scope != "full":
         return f"{line} --cuda_graph_scope {scope}"
-    # One graph needs static shapes: expert models drop and pad for it.
-    padded = "" if recipe == "llama3_8b" else " --use_tokendrop true"
-    return f"{line} --cuda_graph_impl local --cuda_graph_scope full_iteration{padded}"
+    return f"{line} --cuda_graph_impl local --cuda_graph_scope full_iteration{for_one_graph}"
 
 
 def run(mbperf, model, line):
@@ -63,14 +70,14 @@ def run(mbperf, model, line):
 
 def table_ms(model, recipe, tokens, layers):
     """Eager host time of a stack by a table's own figures; None: it has no such point."""
-    kind = "dense" if recipe == "llama3_8b" else "moe"
+    kind = STACKS[recipe][0]
     found = [e for e in model["layers"] if e["layer"] == kind and e["tokens"] == tokens]
     return layers * sum([*found[0]["forward_ms"].values(), *found[0]["backward_ms"].values()]) if found else None
 
 
 def apart_ms(model, recipe, layers, parts):
     """What a graph a part costs a step beyond one graph for all parts, by the model's replays."""
-    kind = "dense" if recipe == "llama3_8b" else "moe"
+    kind = STACKS[recipe][0]
     of = lambda wanted: next(e["forward_ms"] + e["backward_ms"] for e in model["module_replays"]
                              if e["layer"] == kind and sorted(e["parts"]) == sorted(wanted))
     return layers * (sum(of([part]) for part in parts) - of(parts))
@@ -130,7 +137,7 @@ def word(off, low, high):
 def line(row):
     off = lambda what: f"{row[what]:+6.1%} ({row[what + '_ci95_low']:+.1%} to {row[what + '_ci95_high']:+.1%})"
     said = word(row["speedup_off"], row["speedup_off_ci95_low"], row["speedup_off_ci95_high"])
-    return (f"{row['recipe']:13} {row['tokens']:5} {row['scope']:15} {row['graphs']:6} "
+    return (f"{row['recipe']:15} {row['tokens']:5} {row['scope']:15} {row['graphs']:6} "
             f"{row['speedup_pytorch']:5.2f} ({row['speedup_pytorch_ci95_low']:.2f} to {row['speedup_pytorch_ci95_high']:.2f}; rounds "
             f"{row['speedup_pytorch_round_p05']:.2f} to {row['speedup_pytorch_round_p95']:.2f})  {row['speedup_modelled']:5.2f}  "
             f"{off('speedup_off')}  {said}")
@@ -139,7 +146,7 @@ def line(row):
 def host_line(row):
     said = word(row["host_eager_off"], row["host_eager_off_ci95_low"], row["host_eager_off_ci95_high"])
     shipped = "" if row["shipped_eager_off"] is None else f"; shipped table {row['shipped_eager_off']:+.1%}"
-    return (f"{row['recipe']:13} {row['tokens']:5} eager host ms: PyTorch {row['host_ms_pytorch_eager']:.2f}, modelled "
+    return (f"{row['recipe']:15} {row['tokens']:5} eager host ms: PyTorch {row['host_ms_pytorch_eager']:.2f}, modelled "
             f"{row['host_ms_modelled_eager']:.2f}, {row['host_eager_off']:+.1%} ({row['host_eager_off_ci95_low']:+.1%} to "
             f"{row['host_eager_off_ci95_high']:+.1%}), {said}{shipped}")
 

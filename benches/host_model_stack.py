@@ -1,8 +1,9 @@
 """Layer stacks for calibrate_host_model.py: modules that stand for the parts of a layer, the ways to run a stack of them, and
 what is timed of a step.
 
-The modules are this project's own, in bf16, at the shapes of llama3_8b and of qwen3_30b_a3b (8 of 128 experts local). All host
-times are read by `time.perf_counter`, all device times by CUDA events or the profiler; milliseconds.
+The modules are this project's own, in bf16, at the shapes of llama3_8b, of qwen3_30b_a3b (8 of 128 experts local) and of
+nemotron_3_nano (the Mamba-2 layer of ref_mamba.py, whose scan is Triton's). All host times are read by `time.perf_counter`, all
+device times by CUDA events or the profiler; milliseconds.
 """
 import statistics
 import time
@@ -18,9 +19,10 @@ from host_model_figures import union_ms
 BF16 = torch.bfloat16
 DENSE = dict(hidden=4096, heads=32, groups=8, head_dim=128, ffn=14336)
 MOE = dict(hidden=2048, heads=32, groups=4, head_dim=128, ffn=768, experts=128, local=8, topk=8)
-# The part that is captured beside attention, by kind of layer.
+# The part that is captured beside attention, by kind of layer. Mamba layers are one part, and have no attention.
 SECOND = {"dense": "mlp", "moe": "moe_router"}
-# Steps before anything is timed: kernels are chosen and memory is cached by then.
+# Steps before anything is timed: kernels are chosen and memory is cached by then. Triton compiles and tunes its kernels in the first
+# of the first form's, and keeps its choice for the process, so that no capture meets a kernel that is still to be tuned.
 WARM_STEPS = 8
 # Steps under the profiler: the first ones run at the clock of an idle GPU.
 BUSY_STEPS = 5
@@ -192,6 +194,8 @@ class Form:
 
 def forms(kind):
     """All ways to run a stack of `kind`, eager first."""
+    if kind == "mamba":
+        return [Form("eager"), Form("mamba"), Form("full")]
     both = f"attn,{SECOND[kind]}"
     return [Form("eager"), Form("attn"), Form(both), Form(both, apart=True), Form("full")]
 
@@ -221,22 +225,39 @@ class Group:
     captured: bool = False
 
 
+def mamba_sizes():
+    """Hidden size, heads, size of a head, state and groups of nemotron_3_nano's Mamba-2 layers."""
+    # Here, as its package is needed for these layers alone.
+    from ref_mamba import W
+
+    return W["nemotron_3_nano"][:5]
+
+
+def layer(kind, tokens, form):
+    """The modules of one layer by part, in their order."""
+    if kind == "mamba":
+        from ref_mamba import Mamba2
+
+        # Norm and residual are in it: the layer is one part.
+        return dict(mamba=Mamba2(*mamba_sizes()))
+    if kind == "dense":
+        return dict(attn=Attention(DENSE, tokens, False), mlp=Mlp(DENSE))
+    # One graph of everything cannot wait for counts on the host.
+    return dict(attn=Attention(MOE, tokens, True), moe_router=Router(MOE), moe_preprocess=Dispatch(MOE, form.scope != "full"),
+                moe_experts=Experts(MOE))
+
+
 class Stack:
     """`layers` layers with weights of their own, to be run in one form."""
 
     def __init__(self, kind, tokens, layers, form):
-        c = DENSE if kind == "dense" else MOE
         self.kind, self.form, self.clock, self.layers = kind, form, Clock(), []
-        self.x = torch.randn(1, tokens, c["hidden"], dtype=BF16, device="cuda", requires_grad=True)
+        hidden = mamba_sizes()[0] if kind == "mamba" else (DENSE if kind == "dense" else MOE)["hidden"]
+        self.x = torch.randn(1, tokens, hidden, dtype=BF16, device="cuda", requires_grad=True)
         self.gradient = torch.randn_like(self.x)
         self.weights = []
         for _ in range(layers):
-            modules = dict(attn=Attention(c, tokens, kind == "moe"))
-            if kind == "dense":
-                modules["mlp"] = Mlp(c)
-            else:
-                # One graph of everything cannot wait for counts on the host.
-                modules.update(moe_router=Router(c), moe_preprocess=Dispatch(c, form.scope != "full"), moe_experts=Experts(c))
+            modules = layer(kind, tokens, form)
             weights = [p for module in modules.values() for p in module.parameters()]
             for p in weights:
                 if p.dim() == 2:
@@ -311,7 +332,8 @@ def whole_graph(stack):
     for p in stack.weights:
         p.grad = None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Calls of other threads are let through, as in ref_mamba.py: Triton launches its backward kernels from autograd's.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         stack.step()
     return graph.replay
 

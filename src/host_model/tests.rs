@@ -221,6 +221,32 @@ fn a_replay_costs_what_its_kind_parts_and_pass_do() {
     assert_eq!(whole(moe(Dispatcher::Alltoall), &[Scope::Attn, Scope::MoeRouter]), [8.0, 11.0]);
 }
 
+/// What the script writes for `--points mamba:512,mamba:8192`, and the runs that `host_model_check.py` sets beside it.
+#[test]
+fn a_calibration_of_mamba_layers_prices_their_parts_and_graphs() {
+    let text = r#"{"format": 2, "name": "calibrated", "source": "a test", "layers": [
+        {"layer": "mamba", "tokens": 512, "forward_ms": {"mamba": 2.5}, "backward_ms": {"mamba": 4.0}},
+        {"layer": "mamba", "tokens": 8192, "forward_ms": {"mamba": 2.0}, "backward_ms": {"mamba": 3.0}}],
+        "module_replays": [{"layer": "mamba", "parts": ["mamba"], "forward_ms": 0.1, "backward_ms": 0.15}],
+        "iteration_replay_ms": 0.3, "other_launch_ms": 0.02}"#;
+    let model = HostModel::parse("x.json", text).unwrap();
+    let whole = "--cuda_graph_impl local --cuda_graph_scope full_iteration";
+    for (scope, replays, graph_ms) in [("--cuda_graph_scope mamba", 8, 4.0 * (0.1 + 0.15)), (whole, 1, 0.3)] {
+        for (seq, eager_ms) in [(512, 4.0 * (2.5 + 4.0)), (8192, 4.0 * (2.0 + 3.0))] {
+            let (plan, tokens) = plan_of(&format!(
+                "-m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=MMMM \
+                 model.recompute_granularity=null -sl {seq} --stack_only {scope}"
+            ));
+            let (costs, coverage) = model.costs(&plan, tokens);
+            assert_eq!((tokens, plan.graph.as_ref().unwrap().replays()), (seq, replays));
+            assert_eq!((coverage.other_launches, coverage.notice("x")), (0, None));
+            assert!((costs.eager.step_ms - eager_ms).abs() < 1e-9, "{}", costs.eager.step_ms);
+            let of_graphs = costs.graph.unwrap().step_ms;
+            assert!((of_graphs - graph_ms).abs() < 1e-9, "{scope}: {of_graphs}");
+        }
+    }
+}
+
 #[test]
 fn replays_take_the_place_of_captured_launches() {
     let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Scope::Attn]);

@@ -6,6 +6,7 @@ usage: python3 tests/pytorch/host_model_test.py
 """
 import contextlib
 import csv
+import importlib.util
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from unittest import mock
 
 BENCHES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches")
 sys.path.insert(0, BENCHES)
+import calibrate_host_model  # noqa: E402
 import host_model_check as check  # noqa: E402
 import host_model_figures as figures  # noqa: E402
 
@@ -126,6 +128,16 @@ class Check(unittest.TestCase):
         self.assertAlmostEqual(check.table_ms(MODEL, "llama3_8b", 128, LAYERS), EAGER_MS)
         self.assertIsNone(check.table_ms(MODEL, "llama3_8b", 512, LAYERS))
 
+    def test_command_lines_are_those_of_the_stacks(self):
+        nano = "model.hybrid_override_pattern=MMMM model.recompute_granularity=null -sl 512 --stack_only"
+        self.assertIn(f"--num_layers 4 {nano} --cuda_graph_scope mamba", check.options("nemotron_3_nano", 512, LAYERS, "mamba"))
+        for recipe, padded in (("llama3_8b", False), ("qwen3_30b_a3b", True), ("nemotron_3_nano", False)):
+            line = check.options(recipe, 512, LAYERS, "full")
+            self.assertIn(" --cuda_graph_impl local --cuda_graph_scope full_iteration", line)
+            self.assertEqual("--use_tokendrop" in line, padded)
+        # Every kind that is calibrated can be checked.
+        self.assertEqual({kind: recipe for recipe, (kind, *_) in check.STACKS.items()}, calibrate_host_model.NAMES)
+
     def run_main(self, measured, replays=8, code=0):
         """Exit code, what was printed, and the rows of the CSV."""
         with tempfile.TemporaryDirectory() as folder:
@@ -180,10 +192,22 @@ class WithoutTorch(unittest.TestCase):
         done = self.calibrate("--help")
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertIn("--points", done.stdout)
-        for wrong in ("dense:8192", "mamba:512", "moe:512", "dense:0"):
+        for wrong in ("dense:8192", "dense:0", "mamba:0", "mlp:512", ""):
             done = self.calibrate("--points", wrong)
             self.assertEqual(done.returncode, 2, wrong)
             self.assertIn("--points", done.stderr)
+
+    def test_looking_measures_nothing(self):
+        for right in ("moe:512", "dense:8192,moe:512", "default", "dense:8192,default"):
+            done = self.calibrate("--look", "--points", right)
+            self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""), right)
+
+    @unittest.skipIf(all(map(importlib.util.find_spec, calibrate_host_model.MAMBA_MODULES)), "this Python has Mamba's package")
+    def test_mamba_points_need_their_package(self):
+        for more in ([], ["--look"]):
+            done = self.calibrate("--points", "default,mamba:512", *more)
+            self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (2, "", 1), done.stderr)
+            self.assertIn("which mamba points need", done.stderr)
 
     def test_one_line_says_what_is_missing(self):
         done = self.calibrate()

@@ -4,6 +4,7 @@ mbperf: no PyTorch, no GPU.
 
 usage: python3 tests/pytorch/scripts_test.py
 """
+import importlib.util
 import os
 import re
 import stat
@@ -39,7 +40,7 @@ class Shell(unittest.TestCase):
             f.write("raise ImportError('a made-up PyTorch')\n")
 
     def run_script(self, name, *words, **environment):
-        own = ("PARTS", "MAX_TIME", "SANITIZE", "DRYRUN", "MBPERF_SECONDS", "PIECES_TURNS")
+        own = ("PARTS", "POINTS", "MAX_TIME", "SANITIZE", "DRYRUN", "MBPERF_SECONDS", "PIECES_TURNS")
         plain = {k: v for k, v in os.environ.items() if k not in own}
         return subprocess.run([os.path.join(BENCHES, name), *words], env=plain | dict(PYTHONPATH=self.torch) | environment, text=True,
                               capture_output=True, stdin=subprocess.DEVNULL)
@@ -108,6 +109,8 @@ class Shell(unittest.TestCase):
             self.refused(bad + " rounds", "host_model_check.sh", self.mbperf, self.out, bad)
         self.refused("SANITIZE=(", "h200.sh", self.mbperf, self.out, "sanitizer", SANITIZE="(")
         self.refused("one argument too many", "host_model_check.sh", self.mbperf, self.out, "4", "5")
+        for bad in ("mamba", "nonsense:512", "dense:8192", "default mamba:512", "moe:512,"):
+            self.refused("argument --points", "host_model_check.sh", self.mbperf, self.out, POINTS=bad)
         for parts in ("", "dropless", "pieces", "steps"):
             self.refused("no workload nonsense: known are ", "side_by_side.sh", self.mbperf, self.out, "llama3_8b", "nonsense", PARTS=parts)
 
@@ -118,6 +121,15 @@ class Shell(unittest.TestCase):
         done = self.run_script("side_by_side.sh", "--check", self.mbperf, self.out, "nemotronh_56b")
         self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""))
         self.assertFalse(os.path.exists(self.log))
+        # The made-up PyTorch is met after the arguments were taken.
+        done = self.run_script("host_model_check.sh", self.mbperf, self.out, POINTS="mamba:512,default")
+        self.assertEqual(done.returncode, 1, done)
+        self.assertIn("a made-up PyTorch", done.stdout)
+
+    @unittest.skipIf(all(map(importlib.util.find_spec, ("mamba_ssm", "einops"))), "this Python has Mamba's package")
+    def test_mamba_points_without_their_package_are_refused(self):
+        self.refused("which mamba points need", "host_model_check.sh", self.mbperf, self.out, POINTS="mamba:512")
+        self.assertFalse(os.path.exists(self.out))
 
     def test_earlier_files_are_kept(self):
         os.mkdir(self.out)
