@@ -29,6 +29,9 @@ fi
 failed=()
 # Longest run: kernels compiled anew, choices of cuBLASLt, the measurement itself.
 row_timeout=$((120 + 2 * 10#${max_time%%.*}))
+after_last_row() { # FILE: how long ago it was written
+    [ -n "${DRYRUN:-}" ] || [ ! -e "$1" ] || awk -v now="$(date +%s.%N)" -v then="$(stat -c %.9Y "$1")" 'BEGIN { printf ", ended %.1f s after the last row", now - then }'
+}
 row() { # FILE ARGUMENTS...: two ranks
     local file=$1 start=$SECONDS code
     shift
@@ -40,7 +43,7 @@ row() { # FILE ARGUMENTS...: two ranks
         timeout -k 20 "${timeout_s:-$row_timeout}" "$mbperf" "$@" --nproc_per_node 2 -q -o "$out/$file.csv" >"$out/last.log" 2>&1
         code=$?
     fi
-    echo "exit $code, $((SECONDS - start)) s: $*"
+    echo "exit $code, $((SECONDS - start)) s$(after_last_row "$out/$file.csv"): $*"
     if [ $code != 0 ]; then
         tail -3 "$out/last.log"
         failed+=("exit $code: $*")

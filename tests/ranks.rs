@@ -66,6 +66,35 @@ fn losses_of_several_processes_are_those_of_one() {
     assert!(both.iter().all(|d| *d < 1e-3), "tp 2 x ep 2: {both:?}");
 }
 
+/// Graphs and connections are taken down within the time that a job's scheduler waits.
+#[test]
+fn the_processes_end_within_10_s_of_the_last_row() {
+    const MOST: Duration = Duration::from_secs(10);
+    let dir = tempdir().unwrap();
+    let line = format!("{DENSE} -tp 1 {MODEL} -ng 2 -gb 4 --nproc_per_node 2 -o rows.csv");
+    let mut child = command(dir.path(), &line).stderr(Stdio::piped()).spawn().unwrap();
+    // One arm, `--cuda_graph_impl none`: a line of columns and a row.
+    let whole =
+        |path: &Path| fs::read(path).is_ok_and(|bytes| bytes.ends_with(b"\n") && records(&bytes).len() == 2);
+    let begun = Instant::now();
+    while !whole(&dir.path().join("rows.csv")) {
+        assert!(begun.elapsed() < Duration::from_secs(120), "no rows");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let last_row = Instant::now();
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break status,
+            None if last_row.elapsed() > MOST => {
+                let _ = child.kill();
+                panic!("still there {MOST:?} after the last row");
+            }
+            None => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    assert_eq!(status.code(), Some(0));
+}
+
 /// One rank as torchrun would start it.
 fn rank(dir: &Path, rank: usize, size: usize, port: u16, line: &str) -> Child {
     command(dir, line)
