@@ -29,7 +29,7 @@ use crate::ops::mla_rope::{MlaRopeBwd, MlaRopeFwd, MlaShape};
 use crate::ops::moe_permute::{Capacity, ChunkMap, CombineRows, GatherRows, MoeSort, Tally};
 use crate::ops::optimizer::{Adam, GradNormFinish, GradNormPartial};
 use crate::ops::output_gate::{GateShape, OutputGateBwd, OutputGateFwd};
-use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, partials};
+use crate::ops::rmsnorm::{ColumnSum, Partial, RmsNormBwd, RmsNormFwd, WeightGrad, partials};
 use crate::ops::rng::Rng;
 use crate::ops::rope::scaling::Yarn;
 use crate::ops::rope::{Positions, QkvRopeBwd, QkvRopeFwd, RopeScaling};
@@ -146,14 +146,17 @@ fn norm_and_rope(add: &mut Add) {
             }
         }
     }
-    for (rows, cols) in [
-        (1, vec![8]),
-        (partials(515), vec![4096]),
-        (partials(130), vec![128, 128]),
-        (partials(515), vec![10, 50, 20]),
+    for matrices in [
+        vec![(1, vec![8])],
+        vec![(partials(515), vec![4096])],
+        vec![(partials(130), vec![128, 128])],
+        vec![(partials(515), vec![10, 50, 20])],
+        vec![(partials(130), vec![36]), (3, vec![128, 20])],
+        vec![(partials(515), vec![4096]), (1, vec![10, 50, 20]), (33, vec![4, 40])],
     ] {
+        let partials = matrices.into_iter().map(|(rows, cols)| Partial { rows, cols }).collect::<Vec<_>>();
         for (out, accumulate) in [(DType::Bf16, true), (DType::F32, true), (DType::Bf16, false)] {
-            add(Arc::new(ColumnSum { rows, cols: cols.clone(), out, accumulate }));
+            add(Arc::new(ColumnSum { partials: partials.clone(), out, accumulate }));
         }
     }
     for positions in [

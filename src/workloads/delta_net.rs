@@ -162,29 +162,32 @@ impl Stack<'_> {
         let rstd = self.act_as(l, "delta.gated.rstd", DType::F32, &[d.t, groups]);
         let [d_o, dz] = ["do", "dz"].map(|n| self.act(l, &format!("delta.{n}"), &[d.t, values]));
         let parts = partials(rows * groups);
-        let partial = self.act_as(l, "delta.gated.dw_partial", DType::F32, &[parts, group]);
+        let gate_partial = self.act_as(l, "delta.gated.dw_partial", DType::F32, &[parts, group]);
         self.b.launch(
             NormGateBwd { rows, groups, group, z_stride, zero_centered },
-            &[o, proj, gate_w.value, rstd, dgated, d_o, dz, partial],
+            &[o, proj, gate_w.value, rstd, dgated, d_o, dz, gate_partial],
         );
-        self.column_sum(parts, partial, &[(group, gate_w.grad)]);
 
         let states = self.act(l, "delta.states", &d.rule.states_shape());
         let dqkv = self.act(l, "delta.dqkv", &[d.t, d.rule.qkv_width()]);
         let dba = self.act(l, "delta.dba", &[d.t, 2 * heads]);
-        let rows = d.rule.partial_rows();
-        let partial = self.act_as(l, "delta.rule.dw_partial", DType::F32, &[rows, 2 * heads]);
-        let outputs = [states, d_o, dqkv, dba, partial];
+        let rule_rows = d.rule.partial_rows();
+        let rule_partial = self.act_as(l, "delta.rule.dw_partial", DType::F32, &[rule_rows, 2 * heads]);
+        let outputs = [states, d_o, dqkv, dba, rule_partial];
         self.b.launch(DeltaBwd { shape: d.rule }, &[&inputs[..], &outputs].concat());
         let [a_log, dt_bias] = [self.delta_weight(l, "a_log")?.grad, self.delta_weight(l, "dt_bias")?.grad];
-        self.column_sum(rows, partial, &[(heads, a_log), (heads, dt_bias)]);
 
         let conv_w = self.delta_weight(l, "conv.weight")?;
         let dproj = self.act(l, "delta.dproj", &[d.t, width]);
         let (rows, columns) = (d.conv.partial_rows(), d.conv.partial_cols());
         let partial = self.act_as(l, "delta.conv.dw_partial", DType::F32, &[rows, columns]);
         self.b.launch(MambaConvBwd { shape: d.conv }, &[proj, conv_w.value, dqkv, dz, dba, dproj, partial]);
-        self.column_sum(rows, partial, &[(columns, conv_w.grad)]);
+        // One launch in place of three.
+        self.column_sums(&[
+            (parts, gate_partial, &[(group, gate_w.grad)]),
+            (rule_rows, rule_partial, &[(heads, a_log), (heads, dt_bias)]),
+            (rows, partial, &[(columns, conv_w.grad)]),
+        ]);
 
         let in_w = self.delta_weight(l, "in_proj.weight")?;
         let y = self.act(l, "delta.norm.out", &[self.split_tokens, d.h]);

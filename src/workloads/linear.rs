@@ -9,7 +9,9 @@ use crate::ops::bias::{BiasAdd, BiasGrad};
 use crate::ops::collective::{Collective, Exchange, Kind, StandIn};
 use crate::ops::dropout::{Dropout, DropoutAddFwd, DropoutBwd};
 use crate::ops::gemm::{Accumulate, Gemm};
-use crate::ops::rmsnorm::{ColumnSum, RmsNormBwd, RmsNormFwd, WeightGrad, gradient_is_whole, partials};
+use crate::ops::rmsnorm::{
+    ColumnSum, Partial, RmsNormBwd, RmsNormFwd, WeightGrad, gradient_is_whole, partials,
+};
 use crate::ops::rng::Rng;
 use crate::program::{BufId, DType};
 
@@ -79,11 +81,19 @@ impl Stack<'_> {
     /// Sums the columns of `partial [rows, all columns]` into main gradients that lie side by side in it, each with its
     /// number of columns.
     pub(super) fn column_sum(&mut self, rows: usize, partial: BufId, grads: &[(usize, BufId)]) {
+        self.column_sums(&[(rows, partial, grads)]);
+    }
+
+    /// The same of several partial sums, by one launch.
+    pub(super) fn column_sums(&mut self, all: &[(usize, BufId, &[(usize, BufId)])]) {
         let accumulate = self.accumulate == Accumulate::InPlace;
-        let cols = grads.iter().map(|(cols, _)| *cols).collect();
-        let mut args = vec![partial];
-        args.extend(grads.iter().map(|(_, grad)| *grad));
-        self.b.launch(ColumnSum { rows, cols, out: self.grad_dtype(), accumulate }, &args);
+        let (mut partials, mut args) = (Vec::new(), Vec::new());
+        for (rows, partial, grads) in all {
+            partials.push(Partial { rows: *rows, cols: grads.iter().map(|(cols, _)| *cols).collect() });
+            args.push(*partial);
+            args.extend(grads.iter().map(|(_, grad)| *grad));
+        }
+        self.b.launch(ColumnSum { partials, out: self.grad_dtype(), accumulate }, &args);
     }
 
     /// `out[tokens, n] = x[tokens, k] w[n, k]^T (+ residual)`.

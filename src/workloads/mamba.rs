@@ -167,23 +167,21 @@ impl Stack<'_> {
         let rstd = self.act_as(l, "mamba.gated.rstd", DType::F32, &[d.t, groups]);
         let [dscanned, dz] = ["dscanned", "dz"].map(|n| self.act(l, &format!("mamba.{n}"), &[d.t, inner]));
         let parts = gated_norm::partials(rows);
-        let partial = self.act_as(l, "mamba.gated.dw_partial", DType::F32, &[parts, inner]);
+        let gate_partial = self.act_as(l, "mamba.gated.dw_partial", DType::F32, &[parts, inner]);
         self.b.launch(
             GatedNormBwd { rows, groups, group, z_stride },
-            &[scanned, zxbcdt, gate_w.value, rstd, dgated, dscanned, dz, partial],
+            &[scanned, zxbcdt, gate_w.value, rstd, dgated, dscanned, dz, gate_partial],
         );
-        self.column_sum(parts, partial, &[(inner, gate_w.grad)]);
 
         let states = self.act(l, "mamba.states", &d.scan.states_shape());
         let dxbc = self.act(l, "mamba.dxbc", &[d.t, conv]);
         let ddt = self.act(l, "mamba.ddt", &[d.t, d.scan.heads]);
-        let (rows, heads) = (d.scan.partial_rows(), d.scan.heads);
-        let partial = self.act_as(l, "mamba.scan.dw_partial", DType::F32, &[rows, 3 * heads]);
-        let outputs = [states, dscanned, dxbc, ddt, partial];
+        let (scan_rows, heads) = (d.scan.partial_rows(), d.scan.heads);
+        let scan_partial = self.act_as(l, "mamba.scan.dw_partial", DType::F32, &[scan_rows, 3 * heads]);
+        let outputs = [states, dscanned, dxbc, ddt, scan_partial];
         self.b.launch(SsdBwd { shape: d.scan }, &[&inputs[..], &outputs].concat());
         let grad = |s: &Self, what: &str| s.mamba_weight(l, what).map(|w| (heads, w.grad));
-        let grads = [grad(self, "a_log")?, grad(self, "d")?, grad(self, "dt_bias")?];
-        self.column_sum(rows, partial, &grads);
+        let scan_grads = [grad(self, "a_log")?, grad(self, "d")?, grad(self, "dt_bias")?];
 
         let [conv_w, conv_b] = [self.mamba_weight(l, "conv.weight")?, self.mamba_weight(l, "conv.bias")?];
         let dzxbcdt = self.act(l, "mamba.dzxbcdt", &[d.t, width]);
@@ -194,7 +192,12 @@ impl Stack<'_> {
             MambaConvBwd { shape: d.conv },
             &[zxbcdt, conv_w.value, conv_b.value, dxbc, dz, ddt, dzxbcdt, partial],
         );
-        self.column_sum(rows, partial, &[(TAPS * conv, conv_w.grad), (conv, conv_b.grad)]);
+        // Three launches of 2 to 3 us each where there are few tokens.
+        self.column_sums(&[
+            (parts, gate_partial, &[(inner, gate_w.grad)]),
+            (scan_rows, scan_partial, &scan_grads),
+            (rows, partial, &[(TAPS * conv, conv_w.grad), (conv, conv_b.grad)]),
+        ]);
 
         let in_w = self.mamba_weight(l, "in_proj.weight")?;
         let y = self.act(l, "mamba.norm.out", &[self.split_tokens, d.h]);

@@ -8,7 +8,7 @@ use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
 use crate::program::DType;
-pub use column_sum::{ColumnSum, MAX_GRADIENTS};
+pub use column_sum::{ColumnSum, MAX_GRADIENTS, Partial};
 use rayon::prelude::*;
 
 /// Partial sums at most: two blocks for each of the 132 multiprocessors of an H100 or H200. More would add
