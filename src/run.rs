@@ -186,10 +186,11 @@ fn lacking(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) ->
         filled.push("step_time_ms_extrapolated");
     }
     let done = sweep::already_run(path, &rows, sweep::Asked { filled: &filled, strict: args.mbperf.strict })?;
-    let lacking: Vec<u32> = wanted.filter(|n| !done.iter().any(|(_, made)| made == n)).collect();
+    let lacking: Vec<u32> = wanted.filter(|n| !done.iter().any(|d| d.repetition == *n)).collect();
     let held = args.mbperf.repeat - lacking.len() as u32;
     match done.last() {
-        Some((run_id, _)) if lacking.is_empty() => {
+        Some(sweep::Done { run_id, row, .. }) if lacking.is_empty() => {
+            writer.found(row.clone());
             say(
                 args,
                 &format!(

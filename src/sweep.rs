@@ -6,8 +6,11 @@ use crate::measure::outcome::{MAX_DISTURBED, POWER_CAP};
 use crate::report::compare::keys::{ALIKE, Key, Known, WORKLOAD};
 use crate::report::compare::read::Record;
 use crate::report::compare::{Source, read, workload};
-use crate::report::{COLUMNS, Row, file};
+use crate::report::recommend::Tried;
+use crate::report::xlsx::Book;
+use crate::report::{COLUMNS, Row, Value, file};
 use std::path::Path;
+use std::sync::Mutex;
 
 /// SIGINT and SIGTERM (DESIGN 6).
 const INTERRUPTED: u8 = 130;
@@ -35,6 +38,25 @@ pub fn each<T>(jobs: impl IntoIterator<Item = T>, mut run: impl FnMut(T) -> anyh
         }
     }
     first
+}
+
+/// [`each`] of a sweep, whose runs all write to `book`; and what their graph rows say, in the order of `jobs`. A run that
+/// `--resume` found made counts with the row that it left then; one that left no row is not among them.
+pub fn tried<T>(
+    jobs: impl IntoIterator<Item = T>,
+    book: &Mutex<Book>,
+    mut run: impl FnMut(T) -> anyhow::Result<u8>,
+) -> (u8, Vec<Tried>) {
+    let mut tried = Vec::new();
+    let code = each(jobs, |job| {
+        let (rows, found) = book.lock().map_or((0, 0), |b| (b.rows.len(), b.found.len()));
+        let ran = run(job);
+        if let Ok(book) = book.lock() {
+            tried.extend(Tried::of_run(&book.rows[rows..]).or_else(|| Tried::of_run(&book.found[found..])));
+        }
+        ran
+    });
+    (code, tried)
 }
 
 /// What an earlier row must hold beyond the configuration to count as done.
@@ -66,8 +88,14 @@ fn disturbed(row: &Record) -> bool {
         || over("disturbed_fraction", MAX_DISTURBED)
 }
 
-/// An earlier run: its id, and which repetition it was.
-pub type Done = (String, u32);
+/// An earlier run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Done {
+    pub run_id: String,
+    pub repetition: u32,
+    /// Its last row, which is the graph's where it has one, in the order of [`COLUMNS`].
+    pub row: Vec<Value>,
+}
 
 /// The earlier runs in the file at `path`, oldest first, that have an `ok` row for each of `rows`, the rows
 /// that the run about to start would leave. Rows are told apart by what `compare` pairs and refuses by, as far as that is
@@ -113,8 +141,10 @@ pub fn already_run(path: &Path, rows: &[Row], asked: Asked) -> anyhow::Result<Ve
     let whole = |id: &str| wanted.iter().all(|w| done.iter().any(|(i, d, _)| *i == id && d == w));
     let mut runs: Vec<Done> = Vec::new();
     for (id, _, row) in done.iter().filter(|(id, _, _)| !wanted.is_empty() && whole(id)) {
-        if !runs.iter().any(|(known, _)| known == id) {
-            runs.push(((*id).to_owned(), repetition(row).map_err(refused)?));
+        if !runs.iter().any(|known| known.run_id == *id) {
+            let last = records.iter().rfind(|r| r.cell("run_id") == *id).unwrap_or(row);
+            let repetition = repetition(row).map_err(refused)?;
+            runs.push(Done { run_id: (*id).to_owned(), repetition, row: last.values() });
         }
     }
     Ok(runs)
@@ -195,7 +225,7 @@ mod tests {
             let mut facts = RunFacts { run_id: "second".into(), started_at: "later".into(), ..facts() };
             change(&mut facts);
             let rows = Row::without_outcome(&facts, &Options::default(), "skipped", "");
-            already_run(path, &rows, Asked::default()).unwrap().pop().map(|(id, _)| id)
+            already_run(path, &rows, Asked::default()).unwrap().pop().map(|done| done.run_id)
         };
         let (_folder, path) = written("ok", 2);
         assert_eq!(asked(&path, &|_| {}).as_deref(), Some("first"));
@@ -222,7 +252,14 @@ mod tests {
         let rows = facts();
         let rows = Row::without_outcome(&rows, &Options::default(), "skipped", "");
         let filled = |filled: &[&str]| already_run(&path, &rows, Asked { filled, strict: false }).unwrap();
-        assert_eq!(filled(&["command"]), [("first".to_owned(), 1)]);
+        let done = filled(&["command"]);
+        assert_eq!(
+            done.iter().map(|d| (d.run_id.as_str(), d.repetition)).collect::<Vec<_>>(),
+            [("first", 1)]
+        );
+        // With the graph's row, as the file has it.
+        let arm = COLUMNS.iter().position(|c| c.name == "arm").unwrap();
+        assert_eq!(done[0].row[arm], Value::Text("graph".into()));
         assert!(filled(&["command", "step_time_ms_extrapolated"]).is_empty());
         // These rows do not say that their times were steady.
         assert!(already_run(&path, &rows, Asked { filled: &[], strict: true }).unwrap().is_empty());

@@ -8,6 +8,7 @@ mod common;
 
 mod args;
 mod cli_cases;
+mod clone;
 mod compare;
 mod compare_noise;
 mod cuda_without_gpu;

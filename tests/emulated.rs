@@ -230,6 +230,25 @@ fn a_profile_matches_every_kernel() {
     }
 }
 
+/// The selftest's own check of profiles: passed with a CUPTI, left out without one, failed with one that loses records.
+#[test]
+fn the_selftest_judges_profiles() {
+    let Some(libraries) = libraries() else { return };
+    let with = format!("{0}:{0}/cupti", libraries.display());
+    let lossy = [("LD_LIBRARY_PATH", with.as_str()), ("MBPERF_EMULATED_CUPTI", "lossy")];
+    for (variables, code, words) in [
+        (&lossy[..1], 0, "are the launch list's"),
+        (&[], 0, "left out, CUPTI is not installed"),
+        (&lossy[..], 1, "FAILED"),
+    ] {
+        let out = mbperf(libraries, "selftest --small --only profile:", variables);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(code), "{text}");
+        let lines: Vec<&str> = text.lines().filter(|l| l.contains(" profile: ")).collect();
+        assert!(lines.len() == 3 && lines.iter().all(|l| l.contains(words)), "{words}: {text}");
+    }
+}
+
 /// A cuBLASLt that the loader finds under its plain name, beside the one that the user named: said, not mixed.
 #[test]
 fn two_files_of_one_library_are_not_mixed() {

@@ -8,6 +8,7 @@ use crate::common::results::Results;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 use tempfile::tempdir;
 
 const H200: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/results/h200");
@@ -226,10 +227,16 @@ fn one_step_and_a_hundred_thousand() {
     Results::one().save(dir.path(), "x.csv");
     fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 1)).unwrap();
     let few = page(dir.path(), "x.csv");
+    // One steady step of 5 ms: one line, counted, its least, median and most the file's.
+    let line = &few.table("steps")[0];
     assert_eq!(few.table("steps").len(), 1);
+    assert_eq!([&line[3], &line[4], &line[5], &line[6], &line[7]], ["1", "5", "5", "5", "yes"]);
     assert!(!few.html.contains("too many to draw"));
     fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 100_000)).unwrap();
+    let begun = Instant::now();
     let many = page(dir.path(), "x.csv");
+    // A quarter of a second; a machine that is busy takes longer, work that grows with the square takes minutes.
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     assert!(many.html.contains("100000 steps are too many to draw each"));
     let counted: f64 = many.table("steps").iter().filter_map(|r| r[3].parse::<f64>().ok()).sum();
     assert_eq!(counted, 100_000.0);

@@ -66,6 +66,21 @@ fn rows_of_every_scope_and_what_is_said_on_a_cpu() {
     let again = run(dir.path(), &format!("{line} --resume"));
     assert_eq!(again.status.code(), Some(0), "{}", text(&again.stderr));
     assert_eq!(std::fs::read(dir.path().join("x.csv")).unwrap(), before);
+    // And said again, table and recommendation.
+    assert_eq!(conclusion(&text(&again.stderr)), conclusion(&said));
+    // Of a part that is run anew, with what the file holds: the last scope's rows are gone.
+    let rows = text(&before);
+    let whole: Vec<&str> = rows.split_inclusive("\r\n").collect();
+    std::fs::write(dir.path().join("x.csv"), whole[..whole.len() - 2].concat()).unwrap();
+    let again = run(dir.path(), &format!("{line} --resume"));
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again.stderr));
+    assert_eq!(records(&std::fs::read(dir.path().join("x.csv")).unwrap()).len(), 1 + 8);
+    assert_eq!(conclusion(&text(&again.stderr)), conclusion(&said));
+}
+
+/// The table of a sweep and what follows it.
+fn conclusion(said: &str) -> &str {
+    said.rsplit_once("\n\n").unwrap().1
 }
 
 #[test]
@@ -78,7 +93,15 @@ fn a_failing_scope_does_not_stop_the_others() {
     assert_eq!(output.status.code(), Some(5), "{}", text(&output.stderr));
     let rows = records(&std::fs::read(dir.path().join("x.csv")).unwrap());
     assert_eq!(rows.len(), 1 + 8, "every scope leaves its rows");
-    assert!(text(&output.stderr).contains("failed"), "{}", text(&output.stderr));
+    for row in 0..8 {
+        assert_eq!(cell(&rows, row, "status"), "failed");
+        assert!(cell(&rows, row, "status_reason").contains("out of memory"));
+    }
+    let said = text(&output.stderr);
+    let said = conclusion(&said);
+    assert_eq!(said.matches("  failed  ").count(), 4, "{said}");
+    assert!(said.contains("attn,mlp: out of memory in phase capture"), "{said}");
+    assert!(said.ends_with("Recommended: nothing: no scope was measured\n"), "{said}");
 }
 
 #[test]

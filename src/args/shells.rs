@@ -139,4 +139,21 @@ mod tests {
         assert!(page(Some("compare")).contains("allow\\-unlike"));
         assert!(man(Some("nothing"), &mut Vec::new()).is_err());
     }
+
+    /// The package has a page of every command and a script of every shell.
+    #[test]
+    fn a_release_packs_every_page_and_script() {
+        let release = include_str!("../../.ci/release");
+        let list = |start: &str| -> Vec<String> {
+            let words = release.split_once(start).unwrap().1.split_once(';').unwrap().0;
+            words.split_whitespace().map(String::from).collect()
+        };
+        let commands: Vec<String> = tree().get_subcommands().map(|c| c.get_name().to_owned()).collect();
+        assert_eq!(list("for command in "), commands);
+        let mut shells: Vec<String> = Shell::value_variants().iter().map(ToString::to_string).collect();
+        let mut packed = list("for shell in ");
+        shells.sort();
+        packed.sort();
+        assert_eq!(packed, shells);
+    }
 }

@@ -196,6 +196,14 @@ impl Status {
             Status::Failed(Failure::Output(_)) => 1,
         }
     }
+
+    /// Why it failed, as its rows tell it; empty otherwise.
+    pub fn reason(&self) -> String {
+        match self {
+            Status::Failed(failure) => failure.to_string(),
+            Status::Ok | Status::Interrupted => String::new(),
+        }
+    }
 }
 
 /// Exit code where there is no usable device, or a library that it needs is missing.

@@ -10,7 +10,7 @@ mod tests;
 pub mod trace;
 
 pub use matching::{Matched, matched};
-pub use table::{json, text};
+pub use table::{CLOSE, json, text};
 
 use crate::capture::ArmPlan;
 use crate::device::Arm;

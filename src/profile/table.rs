@@ -8,7 +8,7 @@ const MOST_KERNELS: usize = 12;
 /// Characters of a kernel's name in the table: a library's are hundreds long.
 const NAME_CHARS: usize = 56;
 /// Sums by part that differ from the busy time by more than this are told.
-const CLOSE: f64 = 0.03;
+pub const CLOSE: f64 = 0.03;
 
 fn ms(ns: u64) -> f64 {
     ns as f64 / 1e6

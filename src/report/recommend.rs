@@ -24,6 +24,9 @@ pub struct Tried {
     pub verdict: String,
     /// The arms did not fit in memory together.
     pub in_turn: bool,
+    /// The arms left different bits, where the order of attention was left open: their times are not of equal work.
+    pub unequal: bool,
+    /// Of a row that is `ok` and of equal work alone, whatever else its cells hold.
     pub gain: Option<Gain>,
     /// Under the host model.
     pub modelled: Option<Gain>,
@@ -43,8 +46,8 @@ pub enum Advice {
 
 /// Chooses among `gains`, in order from the narrowest to the widest scope; `None`: not measured, or failed.
 ///
-/// A scope helps when its whole interval lies above the margin. A wider scope that helps too beats it when its speedup
-/// is larger by more than the margin.
+/// A scope helps when its whole interval lies above the margin. A wider scope that helps too beats it when its speedup is
+/// larger by more than the margin and their intervals lie apart: nobody widens for what may be noise.
 pub fn recommend(gains: &[Option<Gain>], margin: f64) -> Advice {
     let known: Vec<(usize, Gain)> = gains.iter().enumerate().filter_map(|(i, g)| Some((i, (*g)?))).collect();
     if known.is_empty() {
@@ -52,8 +55,8 @@ pub fn recommend(gains: &[Option<Gain>], margin: f64) -> Advice {
     }
     let helps: Vec<(usize, Gain)> = known.iter().copied().filter(|(_, g)| g.low > 1.0 + margin).collect();
     let beaten = |at: usize| {
-        let own = helps[at].1.speedup;
-        helps[at + 1..].iter().any(|(_, wider)| wider.speedup > own * (1.0 + margin))
+        let own = helps[at].1;
+        helps[at + 1..].iter().any(|(_, wider)| gains_more(wider, &own, margin) && wider.low > own.high)
     };
     if let Some(at) = (0..helps.len()).find(|&at| !beaten(at)) {
         return Advice::Scope(helps[at].0);
@@ -63,6 +66,18 @@ pub fn recommend(gains: &[Option<Gain>], margin: f64) -> Advice {
         0 => Advice::Eager,
         _ => Advice::Unknown(format!("{open} of {} scopes may help and are undecided", known.len())),
     }
+}
+
+fn gains_more(wider: &Gain, own: &Gain, margin: f64) -> bool {
+    wider.speedup > own.speedup * (1.0 + margin)
+}
+
+/// Scopes wider than the one that [`recommend`] chose whose speedup is larger by more than the margin: it is not known
+/// whether they gain more, or they would have beaten it.
+fn may_gain_more(gains: &[Option<Gain>], chosen: usize, margin: f64) -> Vec<usize> {
+    let Some(own) = gains.get(chosen).copied().flatten() else { return Vec::new() };
+    let more = |at: &usize| gains[*at].is_some_and(|wider| gains_more(&wider, &own, margin));
+    (chosen + 1..gains.len()).filter(more).collect()
 }
 
 impl Tried {
@@ -75,6 +90,9 @@ impl Tried {
             Some(Gain { speedup: float(name)?, low, high })
         };
         let scope = cell("cuda_graph_scope").replace('+', ",");
+        // Spreadsheets write it in capitals.
+        let unequal = cell("digest_match").eq_ignore_ascii_case("false");
+        let counts = cell("status") == "ok" && !unequal;
         Self {
             scope: if scope.is_empty() { "whole layer".into() } else { scope },
             device: cell("device"),
@@ -83,8 +101,9 @@ impl Tried {
             reason: cell("status_reason"),
             verdict: cell("verdict"),
             in_turn: cell("arms_in_turn") == "true",
-            gain: gain("speedup"),
-            modelled: gain("speedup_modelled"),
+            unequal,
+            gain: gain("speedup").filter(|_| counts),
+            modelled: gain("speedup_modelled").filter(|_| counts),
             graph_memory_mib: float("graph_memory_mib"),
         }
     }
@@ -95,6 +114,11 @@ impl Tried {
             let value = columns::COLUMNS.iter().zip(row).find(|(c, _)| c.name == name).map(|(_, v)| v);
             value.map(Value::cell).unwrap_or_default()
         })
+    }
+
+    /// From the rows of one run, of which the last is the graph's; `None`: it left none.
+    pub fn of_run(rows: &[Vec<Value>]) -> Option<Self> {
+        rows.last().map(|row| Self::of_row(row))
     }
 }
 
@@ -117,6 +141,9 @@ pub fn table(tried: &[Tried]) -> Vec<Vec<String>> {
     for t in tried {
         let memory = t.graph_memory_mib.map_or("-".into(), |m| format!("{m:.0}"));
         let mut verdict = if t.status == "ok" { t.verdict.clone() } else { t.status.clone() };
+        if t.unequal && t.status == "ok" {
+            verdict += "bits differ";
+        }
         if t.in_turn {
             verdict += ", arms in turn";
         }
@@ -132,12 +159,26 @@ pub fn table(tried: &[Tried]) -> Vec<Vec<String>> {
 
 /// What is recommended, on the bare ratio and on the modelled one where there is one.
 pub fn sentences(tried: &[Tried], margin: f64) -> Vec<String> {
-    let bare: Vec<Option<Gain>> = tried.iter().map(|t| t.gain).collect();
-    let mut said = vec![format!("Recommended: {}", advice(&recommend(&bare, margin), tried, margin))];
+    let of = |gain: fn(&Tried) -> Option<Gain>| {
+        let gains: Vec<Option<Gain>> = tried.iter().map(gain).collect();
+        let found = recommend(&gains, margin);
+        let mut said = advice(&found, tried, margin);
+        let open = match found {
+            Advice::Scope(at) => may_gain_more(&gains, at, margin),
+            Advice::Eager | Advice::Unknown(_) => Vec::new(),
+        };
+        if !open.is_empty() {
+            let names: Vec<&str> = open.iter().map(|at| tried[*at].scope.as_str()).collect();
+            said += &format!(
+                "; not known to gain more, though they may: {} (raise --max_time)",
+                names.join("; ")
+            );
+        }
+        said
+    };
+    let mut said = vec![format!("Recommended: {}", of(|t| t.gain))];
     if tried.iter().any(|t| t.modelled.is_some()) {
-        let gains: Vec<Option<Gain>> = tried.iter().map(|t| t.modelled).collect();
-        let advice = advice(&recommend(&gains, margin), tried, margin);
-        said.push(format!("With the modelled host time: {advice}"));
+        said.push(format!("With the modelled host time: {}", of(|t| t.modelled)));
     }
     said
 }
@@ -175,6 +216,8 @@ fn without_figures(tried: &[Tried]) -> &'static str {
         "no scope was measured"
     } else if ok().all(|t| t.device == "cpu") {
         "the scopes ran on a CPU, which gives no speedup"
+    } else if ok().all(|t| t.unequal) {
+        "the arms of every scope left different bits, which are no equal work: leave out --attention_deterministic false"
     } else if ok().all(|t| t.in_turn) {
         "no scope was measured beside the eager arm: their arms were timed in turn, which gives no speedup"
     } else {
@@ -245,6 +288,51 @@ mod tests {
         assert_eq!(recommend(&[no_interval, gain(1.05, 0.002)], MARGIN), Advice::Scope(1));
     }
 
+    /// The larger speedup must be larger beyond both intervals.
+    #[test]
+    fn nobody_widens_for_what_may_be_noise() {
+        let narrow = gain(1.05, 0.01);
+        assert_eq!(recommend(&[narrow, gain(1.08, 0.015)], MARGIN), Advice::Scope(1));
+        assert_eq!(recommend(&[narrow, gain(1.08, 0.025)], MARGIN), Advice::Scope(0));
+        // A third that is surely better than the first beats it, and the second does not.
+        assert_eq!(recommend(&[narrow, gain(1.08, 0.025), gain(1.09, 0.002)], MARGIN), Advice::Scope(1));
+        assert_eq!(may_gain_more(&[narrow, gain(1.08, 0.025), gain(1.04, 0.2)], 0, MARGIN), [1]);
+        assert_eq!(may_gain_more(&[narrow, None, gain(1.055, 0.2)], 0, MARGIN), Vec::<usize>::new());
+    }
+
+    #[test]
+    fn only_rows_that_are_ok_and_of_equal_work_have_a_gain() {
+        let of = |status: &str, digest_match: &str| {
+            Tried::of_cells(&|column| match column {
+                "status" => status.into(),
+                "digest_match" => digest_match.into(),
+                "speedup" | "speedup_modelled" => "1.5".into(),
+                _ => String::new(),
+            })
+        };
+        for (status, digest_match, counts) in [
+            ("ok", "true", true),
+            // Rows of one arm and of old files do not say.
+            ("ok", "", true),
+            ("ok", "false", false),
+            ("ok", "FALSE", false),
+            ("failed", "true", false),
+            ("skipped", "", false),
+        ] {
+            let found = of(status, digest_match);
+            assert_eq!(
+                (found.gain.is_some(), found.modelled.is_some()),
+                (counts, counts),
+                "{status} {digest_match}"
+            );
+        }
+        let said = render(&[of("ok", "false"), of("ok", "FALSE")], MARGIN);
+        assert!(
+            said.contains("bits differ") && said.contains("nothing: the arms of every scope left different"),
+            "{said}"
+        );
+    }
+
     #[test]
     fn a_larger_margin_asks_for_more() {
         let gains = sure(&[1.03, 1.05]);
@@ -263,6 +351,7 @@ mod tests {
             reason: if status == "ok" { String::new() } else { "out of memory: 3 MiB".into() },
             verdict: "equivalent".into(),
             in_turn: false,
+            unequal: false,
             gain,
             modelled,
             graph_memory_mib: Some(12.0),

@@ -143,6 +143,23 @@ impl<'a> Row<'a> {
             .collect()
     }
 
+    /// Rows of a run that was measured, one for each arm that `options` ask for. `reason`: [`crate::measure::Status::reason`].
+    pub fn of_run(
+        facts: &'a RunFacts,
+        options: &crate::measure::Options,
+        outcome: &'a Outcome,
+        reason: &'a str,
+    ) -> Vec<Row<'a>> {
+        use crate::measure::Status;
+        match outcome.status {
+            // Timed in turn, and it failed before the second arm.
+            Status::Failed(_) if outcome.in_turn && outcome.arms.len() < options.sides().len() => {
+                Self::without_outcome(facts, options, "failed", reason)
+            }
+            _ => Self::of_outcome(facts, outcome, reason),
+        }
+    }
+
     /// Rows of a run that never came to measuring; `status` is `failed` or `skipped`.
     pub fn without_outcome(
         facts: &'a RunFacts,

@@ -224,6 +224,13 @@ impl Writer {
         self.book = Some(book);
     }
 
+    /// Tells the book of a row that an earlier run left and that is not made again.
+    pub fn found(&self, row: Vec<Value>) {
+        if let Some(Ok(mut book)) = self.book.as_ref().map(|b| b.lock()) {
+            book.found.push(row);
+        }
+    }
+
     /// The rows' file; `None` for standard output.
     pub fn path(&self) -> Option<&Path> {
         self.rows.as_ref().map(|r| r.path.as_path())

@@ -10,6 +10,8 @@ use rust_xlsxwriter::{Format, Workbook, Worksheet, XlsxError};
 pub struct Book {
     pub rows: Vec<Vec<Value>>,
     pub steps: Vec<[Value; 14]>,
+    /// Graph rows of earlier runs that `--resume` found and did not make again: on no sheet.
+    pub found: Vec<Vec<Value>>,
 }
 
 /// Rows of a sheet, the header among them (the format's limit).

@@ -40,3 +40,72 @@ pub(super) fn measure(
     let outcome = measure::in_turn(&mut open, options, hooks)?;
     Some((outcome, info?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Command, parse};
+    use crate::capture;
+    use crate::config::{GraphImpl, Scope};
+    use crate::device::inject::Kind;
+    use crate::device::{Arm, Phase};
+    use crate::measure::{Silent, StepRecord, StepSink};
+    use crate::workloads::testing::{dense, program, with_graphs};
+    use std::sync::atomic::AtomicBool;
+
+    fn args(in_turn: bool) -> Args {
+        let words = "mbperf -m llama -mr llama3_8b -g h100 --device cpu";
+        let Ok(Command::Run(mut args)) = parse(words.split_whitespace()) else { panic!("{words}") };
+        args.mbperf.in_turn = in_turn;
+        *args
+    }
+
+    fn plan() -> RunPlan {
+        let cfg = with_graphs(dense(), GraphImpl::TransformerEngine, &[Scope::Attn]);
+        capture::plan(program(&cfg), &cfg.graph, cfg.seed).unwrap()
+    }
+
+    /// A plan whose graph arm needs so many bytes less than the eager one, or more.
+    fn plan_of(less: isize) -> RunPlan {
+        let mut plan = plan();
+        plan.graph.as_mut().unwrap().memory.arena_bytes =
+            plan.eager.memory.arena_bytes.strict_add_signed(-less);
+        plan
+    }
+
+    #[test]
+    fn arms_are_tried_alone_where_that_can_help() {
+        let of = |kind: Kind| kind.error(Phase::Instantiate).unwrap();
+        for (sweep, kind, less, tried) in [
+            (true, Kind::OutOfMemory, 1, true),
+            // A plain run ends with its exit code, another fault is none of memory, and nothing is won.
+            (false, Kind::OutOfMemory, 1, false),
+            (true, Kind::DriverError, 1, false),
+            (true, Kind::OutOfMemory, 0, false),
+            (true, Kind::OutOfMemory, -1, false),
+        ] {
+            let found = worth_a_try(&args(sweep), &plan_of(less), &of(kind));
+            assert_eq!(found, tried, "{sweep} {kind:?} {less}");
+        }
+    }
+
+    /// On the device that a run opens, one arm at a time.
+    #[test]
+    fn each_arm_is_opened_alone() {
+        struct Nothing;
+        impl StepSink for Nothing {
+            fn steps(&mut self, _: &[StepRecord]) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let interrupt = AtomicBool::new(false);
+        let hooks = Hooks { interrupt: &interrupt, progress: &mut Silent, sink: &mut Nothing };
+        let options = Options { max_steps: Some(8), busy: false, ..Options::default() };
+        let (outcome, info) =
+            measure(&args(true), &plan(), false, &Beat::default(), &options, hooks).unwrap();
+        assert_eq!((info.device.as_str(), outcome.in_turn, outcome.status.exit_code()), ("cpu", true, 0));
+        let arms: Vec<Arm> = outcome.arms.iter().map(|a| a.arm).collect();
+        assert_eq!((arms, outcome.speedup), (vec![Arm::Eager, Arm::Graph], None));
+        assert!(outcome.equality.is_some() && outcome.graph_cost.is_some());
+    }
+}

@@ -329,17 +329,8 @@ impl Job<'_> {
 
     /// Writes a measurement and says what it found; returns its exit code.
     fn write(&mut self, outcome: &Outcome) -> anyhow::Result<u8> {
-        let reason = match &outcome.status {
-            Status::Failed(failure) => failure.to_string(),
-            Status::Ok | Status::Interrupted => String::new(),
-        };
-        let rows = match outcome.status {
-            // Timed in turn, and it failed before the second arm.
-            Status::Failed(_) if outcome.in_turn && outcome.arms.len() < self.options.sides().len() => {
-                Row::without_outcome(&self.facts, &self.options, "failed", &reason)
-            }
-            _ => Row::of_outcome(&self.facts, outcome, &reason),
-        };
+        let reason = outcome.status.reason();
+        let rows = Row::of_run(&self.facts, &self.options, outcome, &reason);
         self.writer.rows(&rows)?;
         self.writer.blocks(&outcome.blocks)?;
         let profiles = profile::profiles(self.plan, outcome);

@@ -14,6 +14,9 @@ use std::collections::HashSet;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 
+#[cfg(test)]
+mod tests;
+
 use GraphImpl::{Local, TransformerEngine};
 use Scope::{Attn, FullIteration, Mamba, Mlp, Moe, MoePreprocess, MoeRouter};
 
@@ -161,18 +164,21 @@ pub(super) fn run(
     let names: Vec<&str> = jobs.iter().map(|j| j.scope.as_str()).collect();
     say(args, &format!("--sweep: {} scopes, narrowest first: {}", names.len(), names.join("; ")));
     let book = book.cloned().unwrap_or_default();
-    let mut tried = Vec::new();
-    let code = sweep::each(jobs, |job| {
-        let from = book.lock().map_or(0, |b| b.rows.len());
-        let ran = one(job.resolved, &job.args, interrupt, Some(&book), None);
-        let graph = book.lock().ok().and_then(|b| b.rows[from..].last().cloned());
-        if let Some(row) = graph {
-            tried.push(Tried::of_row(&row));
-        }
-        ran
-    });
+    let scopes = jobs.len();
+    let (code, tried) =
+        sweep::tried(jobs, &book, |job| one(job.resolved, &job.args, interrupt, Some(&book), None));
     if own.format != crate::args::Format::Json {
-        say(args, &format!("\n{}", render(&tried, own.margin).trim_end()));
+        say(args, &format!("\n{}", told(&tried, scopes, own.margin).trim_end()));
     }
     Ok(code)
+}
+
+/// Table and recommendation. A sweep that was cut short must not be taken for a whole one.
+fn told(tried: &[Tried], scopes: usize, margin: f64) -> String {
+    let mut text = render(tried, margin);
+    let lacking = scopes - tried.len().min(scopes);
+    if lacking > 0 {
+        text += &format!("{lacking} of the {scopes} scopes left no row: --resume runs what is lacking\n");
+    }
+    text
 }

@@ -2,12 +2,13 @@
 //!
 //! Every CUDA op against its f64 reference on odd sizes, those of real steps on real ones too (products and attention row
 //! by sampled row), attention with both backends; eager against graph bit for bit with dropout on; replays that draw by the random state; a thousand
-//! replays; capture and destroy without growth; the host cost of a launch.
+//! replays; capture and destroy without growth; the host cost of a launch; profiles that add up and name the launch list.
 
 mod attention;
 pub mod cases;
 mod large;
 pub mod ops;
+mod profile;
 mod steps;
 
 use crate::args::SelftestArgs;
@@ -82,6 +83,7 @@ pub fn run(args: &SelftestArgs, options: &CudaOptions, out: &mut dyn Write) -> b
         attention::run(&mut log, options);
         steps::run(&mut log, options);
     }
+    profile::run(&mut log, &own);
     let (passed, failed) = (log.passed, log.failed);
     if !args.list {
         let _ = writeln!(log.out, "{passed} passed, {failed} failed");

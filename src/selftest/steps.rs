@@ -155,12 +155,12 @@ pub fn small(line: &str) -> Result<RunPlan, String> {
     capture::plan(program, &cfg.graph, cfg.seed).map_err(|e| e.to_string())
 }
 
-struct Trace {
+pub(super) struct Trace {
     losses: Vec<u32>,
     digest: Vec<(String, u64)>,
 }
 
-fn steps(device: &mut CudaExecutor, arm: Arm, count: usize) -> Result<Trace, DeviceError> {
+pub(super) fn steps(device: &mut CudaExecutor, arm: Arm, count: usize) -> Result<Trace, DeviceError> {
     let mut losses = Vec::new();
     for _ in 0..count {
         let step = device.submit(arm)?;

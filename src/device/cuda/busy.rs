@@ -309,25 +309,58 @@ mod tests {
         (kernel.blockX, kernel.blockY, kernel.blockZ) = (128, 1, 1);
         kernel.name = name.as_ptr();
         kernel.graphNodeId = 1 << 40;
-        let external = sys::CUpti_ActivityExternalCorrelation {
+        // SAFETY: as above.
+        let mut copy: sys::CUpti_ActivityMemcpy6 = unsafe { std::mem::zeroed() };
+        copy.kind = MEMCPY;
+        (copy.start, copy.end, copy.streamId, copy.correlationId, copy.graphNodeId) = (10, 12, 7, 12, 0);
+        // SAFETY: as above.
+        let mut set: sys::CUpti_ActivityMemset4 = unsafe { std::mem::zeroed() };
+        set.kind = MEMSET;
+        (set.start, set.end, set.streamId, set.correlationId, set.graphNodeId) = (13, 14, 8, 13, 6);
+        let external = |of, correlation| sys::CUpti_ActivityExternalCorrelation {
             kind: EXTERNAL,
-            externalKind: OURS,
+            externalKind: of,
             externalId: 3,
-            correlationId: 11,
+            correlationId: correlation,
             reserved: 0,
         };
+        let ours = external(OURS, 11);
+        let others =
+            external(sys::CUpti_ExternalCorrelationKind::CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM1, 12);
+        // What is switched on for the numbers' sake alone takes no device time.
+        // SAFETY: as above.
+        let mut call: sys::CUpti_ActivityAPI = unsafe { std::mem::zeroed() };
+        call.kind = sys::CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_DRIVER;
         let mut found = Delivered::default();
         let mut names = HashMap::new();
         // SAFETY: whole records.
         unsafe {
             take((&raw const kernel).cast(), &mut found, &mut names);
-            take((&raw const external).cast(), &mut found, &mut names);
+            take((&raw const ours).cast(), &mut found, &mut names);
+            take((&raw const others).cast(), &mut found, &mut names);
+            take((&raw const call).cast(), &mut found, &mut names);
+            take((&raw const copy).cast(), &mut found, &mut names);
+            take((&raw const set).cast(), &mut found, &mut names);
         }
         assert_eq!(found.calls, HashMap::from([(11, 3)]));
         let unit = Unit { kind: Kind::Kernel, name: "_Z4gemmv".into(), grid: [1, 2, 3], block: [128, 1, 1] };
+        let plain = |kind, name: &str| Unit { kind, name: name.into(), grid: [0; 3], block: [0; 3] };
+        let record = |unit, (start_ns, end_ns), stream, correlation, node| Record {
+            unit,
+            start_ns,
+            end_ns,
+            stream,
+            correlation,
+            call: None,
+            node,
+        };
         assert_eq!(
             found.records,
-            [Record { unit, start_ns: 5, end_ns: 9, stream: 7, correlation: 11, call: None, node: 1 << 40 }]
+            [
+                record(unit, (5, 9), 7, 11, 1 << 40),
+                record(plain(Kind::Copy, COPY), (10, 12), 7, 12, 0),
+                record(plain(Kind::Set, SET), (13, 14), 8, 13, 6),
+            ]
         );
     }
 }

@@ -1,5 +1,6 @@
 //! Faults on demand on the fake executor; the devices have theirs built in.
 
+use crate::device::host::HostCosts;
 use crate::device::inject::{Inject, Kind};
 use crate::device::record::Recorded;
 use crate::device::{Arm, DeviceError, DeviceInfo, Executor, Finished, GraphCost, Health, Phase, Submitted};
@@ -104,6 +105,22 @@ impl<E: Executor> Executor for Injected<E> {
 
     fn planned_bytes(&self, arm: Arm) -> u64 {
         self.inner.planned_bytes(arm)
+    }
+
+    fn set_host_costs(&mut self, costs: Option<HostCosts>) -> Result<(), DeviceError> {
+        self.inner.set_host_costs(costs)
+    }
+
+    fn set_device_spin_ms(&mut self, ms: f64) -> Result<(), DeviceError> {
+        self.inner.set_device_spin_ms(ms)
+    }
+
+    fn stall(&mut self, ms: f64) {
+        self.inner.stall(ms);
+    }
+
+    fn memory_used_mib(&mut self) -> Option<f64> {
+        self.inner.memory_used_mib()
     }
 
     fn set_drained(&mut self, on: bool) -> bool {

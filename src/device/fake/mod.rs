@@ -304,8 +304,11 @@ impl Executor for FakeExecutor {
             graphs: 2,
             nodes: 200,
             launches_per_step: 4,
-            memory_mib: None,
-            memory_note: "the fake device has no memory".into(),
+            memory_mib: self.script.memory.map(|m| m.graphs_mib),
+            memory_note: match self.script.memory {
+                Some(_) => String::new(),
+                None => "the fake device has no memory".into(),
+            },
         })
     }
 

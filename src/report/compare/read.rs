@@ -46,6 +46,11 @@ impl Record {
         self.cells == other.cells && *self.columns == *other.columns
     }
 
+    /// Values in the order of [`COLUMNS`]; empty where the file has no such column, or no value of its kind.
+    pub fn values(&self) -> Vec<Value> {
+        COLUMNS.iter().map(|c| Value::parse(self.cell(c.name), c.kind).unwrap_or(Value::Empty)).collect()
+    }
+
     /// Where the row stands, for messages.
     pub fn place(&self) -> String {
         let name = |column| Some(self.cell(column)).filter(|c| !c.is_empty()).unwrap_or("?");

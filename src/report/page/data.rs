@@ -6,7 +6,7 @@ use crate::report::compare::keys::{Key, WORKLOAD};
 use crate::report::compare::read::{self, Record, typed};
 use crate::report::compare::{Source, workload};
 use crate::report::xlsx::Book;
-use crate::report::{COLUMNS, SCHEMA_VERSION, Value, file};
+use crate::report::{COLUMNS, SCHEMA_VERSION, file};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -117,15 +117,9 @@ impl Input {
 
     /// Rows and steps as a workbook's.
     pub fn book(&self) -> Book {
-        let value = |row: &Record, column: &crate::report::Column| {
-            Value::parse(row.cell(column.name), column.kind).unwrap_or(Value::Empty)
-        };
         let rows = self.files.iter().flat_map(|f| &f.rows);
         let steps = self.files.iter().filter_map(|f| f.steps.as_ref()).flat_map(|s| s.cells.iter().cloned());
-        Book {
-            rows: rows.map(|row| COLUMNS.iter().map(|c| value(row, c)).collect()).collect(),
-            steps: steps.collect(),
-        }
+        Book { rows: rows.map(Record::values).collect(), steps: steps.collect(), ..Book::default() }
     }
 }
 
