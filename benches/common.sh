@@ -33,13 +33,13 @@ seconds_in() {
 begin() {
     "$mbperf" --version </dev/null >/dev/null 2>&1 || refuse "mbperf cannot be run: $mbperf --version: exit $? (in $PWD)"
     mkdir -p "$out" && [ -w "$out" ] || refuse "the output folder $out cannot be made or written (in $PWD)"
-    rm -f "$out/last.failed"
+    marks=$(mktemp -d) && : >"$marks/writable" || refuse "no temporary folder can be made (TMPDIR=${TMPDIR:-})"
+    trap 'rm -rf "$marks"; kill $(jobs -p) 2>/dev/null || true' EXIT
+    # A row that is interrupted ends with 130 itself, where it is in the foreground.
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
 }
-# What a part says of itself, in whichever process it runs: `ended` gives the script's exit code.
-failed() { : >>"$out/last.failed"; }
-ended() {
-    local code=0
-    [ ! -e "$out/last.failed" ] || code=1
-    rm -f "$out/last.failed"
-    return $code
-}
+# What a part says of itself, in whichever process it runs, and the script's exit code from it. The mark lies in a folder of this process
+# alone: scripts that are called by it, or that write to the same output folder, have their own.
+failed() { : >>"$marks/failed"; }
+ended() { [ ! -e "$marks/failed" ]; }

@@ -28,9 +28,10 @@ fi
 row() { # FILE ARGUMENTS...
     local file=$1 start=$SECONDS
     shift
-    "$mbperf" "$@" ${MAX_TIME:+--max_time "$MAX_TIME"} -q -o "$out/$file.csv" >"$out/last.log" 2>&1
+    "$mbperf" "$@" --device cuda ${MAX_TIME:+--max_time "$MAX_TIME"} -q -o "$out/$file.csv" >"$out/last.log" 2>&1
     local code=$?
     echo "exit $code, $((SECONDS - start)) s: $*"
+    [ $code != 130 ] || exit 130
     [ $code = 0 ] && return
     failed
     tail -3 "$out/last.log"
@@ -88,7 +89,7 @@ sanitizer_part() {
     local op arms
     export -f sanitizer_check
     export mbperf out
-    "$mbperf" selftest --small --list --except 'arms equal' >"$out/last.names" || return
+    "$mbperf" selftest --small --list --except 'arms equal' >"$out/last.names" || { failed; echo "sanitizer: selftest --list failed"; return; }
     # One process a check: a finding names its op.
     grep -vE '^(gemm|fresh|replays|capture)' "$out/last.names" | grep -E -e "${SANITIZE:-.}" | while read -r op; do
         printf '%s\n' memcheck "$op" 'arms equal' racecheck "$op" 'arms equal'
@@ -115,11 +116,15 @@ if wants selftest; then # A time: nothing runs beside it.
 fi
 if wants faults; then
     echo "== provoked faults: phase, kind, exit code, the rows' status"
-    for fault in capture:driver_error instantiate:driver_error upload:driver_error first_replay:driver_error steady:driver_error \
-        capture:out_of_memory instantiate:out_of_memory prepare:out_of_memory equality:wrong_result switch:wrong_result; do
+    # Each with the exit code that README.md gives it.
+    for fault in 4:capture:driver_error 4:instantiate:driver_error 4:upload:driver_error 1:first_replay:driver_error 1:steady:driver_error \
+        5:capture:out_of_memory 5:instantiate:out_of_memory 5:prepare:out_of_memory 6:equality:wrong_result 6:switch:wrong_result; do
+        wanted=${fault%%:*} fault=${fault#*:}
         rm -f "$out"/last_fault*
-        timeout 60 "$mbperf" $LLAMA -sl 128 --num_layers 1 --cuda_graph_scope attn --inject $fault --max_time 1 -q -o "$out/last_fault.csv" >"$out/last.log" 2>&1
-        echo "$fault: exit $?, $(cut -d, -f3 "$out/last_fault.csv" 2>/dev/null | tail -n +2 | sort -u | tr '\n' ' ' | tr -d '\r')$(tail -1 "$out/last.log" | cut -c1-200)"
+        timeout --foreground 60 "$mbperf" $LLAMA -sl 128 --num_layers 1 --device cuda --cuda_graph_scope attn --inject $fault --max_time 1 -q -o "$out/last_fault.csv" >"$out/last.log" 2>&1
+        code=$?
+        echo "$fault: exit $code, $(cut -d, -f3 "$out/last_fault.csv" 2>/dev/null | tail -n +2 | sort -u | tr '\n' ' ' | tr -d '\r')$(tail -1 "$out/last.log" | cut -c1-200)"
+        [ $code = $wanted ] || { failed; echo "$fault: exit $wanted was expected"; }
     done | tee "$out/faults.txt"
     rm -f "$out"/last_fault*
 fi
@@ -151,7 +156,7 @@ if wants cold; then
     cache=$(mktemp -d)
     for state in cold warm; do
         start=$(date +%s%N)
-        "$mbperf" $QWEN --cuda_graph_scope attn,moe_router --kernel_cache "$cache" -q -o "$out/main_command_$state.csv" >/dev/null 2>&1
+        "$mbperf" $QWEN --device cuda --cuda_graph_scope attn,moe_router --kernel_cache "$cache" -q -o "$out/main_command_$state.csv" >/dev/null 2>&1
         code=$?
         [ $code = 0 ] || failed
         echo "$state cache: exit $code, $(($(($(date +%s%N) - start)) / 1000000)) ms"
@@ -173,7 +178,7 @@ if wants sweep; then
     echo "== sweeps: every scope worth trying, under PyTorch's host model too, with a profile of the last"
     for line in "qwen3_30b_a3b $QWEN" "llama3_8b $LLAMA -sl 512" "nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100"; do
         file=$out/sweep_${line%% *} start=$SECONDS
-        timeout -k 20 580 "$mbperf" ${line#* } --sweep --host_model pytorch --profile ${MAX_TIME:+--max_time "$MAX_TIME"} \
+        timeout --foreground -k 20 580 "$mbperf" ${line#* } --device cuda --sweep --host_model pytorch --profile ${MAX_TIME:+--max_time "$MAX_TIME"} \
             -o "$file.csv" >"$file.txt" 2>&1 && code=0 || { code=$?; failed; }
         echo "exit $code, $((SECONDS - start)) s: ${line#* } --sweep: $(tail -1 "$file.txt")"
         "$mbperf" report "$file.csv" -o "$file.html" --xlsx "$file.xlsx" && code=0 || { code=$?; failed; }
@@ -183,7 +188,7 @@ fi
 if wants pages; then
     echo "== pages and workbooks of every result file"
     for file in "$out"/*.csv; do
-        [ "$(head -c 14 "$file")" = schema_version ] || continue
+        [ "$(head -c 14 "$file" 2>/dev/null)" = schema_version ] || continue
         "$mbperf" report "$file" -o "${file%.csv}.html" --xlsx "${file%.csv}.xlsx" && code=0 || { code=$?; failed; }
         echo "exit $code: $(basename "${file%.csv}").html, .xlsx"
     done

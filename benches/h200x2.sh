@@ -40,10 +40,11 @@ row() { # FILE ARGUMENTS...: two ranks
         code=$?
         [ $code != 0 ] || ! grep -q '"program": null' "$out/last.json" || { echo "not built" >"$out/last.log"; code=1; }
     else
-        timeout -k 20 "${timeout_s:-$row_timeout}" "$mbperf" "$@" --nproc_per_node 2 -q -o "$out/$file.csv" >"$out/last.log" 2>&1
+        timeout --foreground -k 20 "${timeout_s:-$row_timeout}" "$mbperf" "$@" --device cuda --nproc_per_node 2 -q -o "$out/$file.csv" >"$out/last.log" 2>&1
         code=$?
     fi
     echo "exit $code, $((SECONDS - start)) s$(after_last_row "$out/$file.csv"): $*"
+    [ $code != 130 ] || exit 130
     if [ $code != 0 ]; then
         tail -3 "$out/last.log"
         failed+=("exit $code: $*")

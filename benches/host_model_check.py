@@ -52,7 +52,7 @@ def run(mbperf, model, line):
     """Of each arm: host time of a step under the model, device time beside the kernels (None: not measured), replays."""
     with tempfile.TemporaryDirectory() as folder:
         rows = os.path.join(folder, "rows.csv")
-        command = [mbperf, *line.split(), "--host_model", model, "--max_time", SECONDS, "-q", "-o", rows]
+        command = [mbperf, *line.split(), "--device", "cuda", "--host_model", model, "--max_time", SECONDS, "-q", "-o", rows]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"exit {done.returncode} of {' '.join(command)}: {done.stderr.strip()[-500:]}")

@@ -27,10 +27,11 @@ row() { # FILE ARGUMENTS...
             failed
         fi
     else
-        timeout 150 "$mbperf" "$@" ${MAX_TIME:+--max_time "$MAX_TIME"} -q -o "$out/$file.csv" >"$out/last.log" 2>&1
+        timeout --foreground 150 "$mbperf" "$@" --device cuda ${MAX_TIME:+--max_time "$MAX_TIME"} -q -o "$out/$file.csv" >"$out/last.log" 2>&1
         local code=$?
     fi
     echo "exit $code, $((SECONDS - start)) s: $*"
+    [ $code != 130 ] || exit 130
     [ $code = 0 ] && return
     failed
     tail -3 "$out/last.log"
@@ -103,7 +104,8 @@ elif wants ops; then
     ops() { # ARGUMENTS...: their rows, below one line of columns in all
         "$mbperf" ops "$@" --format csv >"$out/last.ops" 2>"$out/last.log"
         local code=$?
-        if [ $code = 0 ]; then
+        [ $code != 130 ] || exit 130
+        if [ $code = 0 ] && [ -s "$out/last.ops" ]; then
             tail -n +$((1 + (rows > 0))) "$out/last.ops"
             rows=1
         else

@@ -134,7 +134,7 @@ row() { # MODEL ALLOWED ARGUMENTS...
         return
     fi
     # In the foreground: Ctrl-C reaches mbperf, which then ends with 130.
-    timeout --foreground -k 20 $limit_s "$mbperf" "$@" --max_time "$max_time" -q -o "$out/models.csv" </dev/null >"$logs/said" 2>&1
+    timeout --foreground -k 20 $limit_s "$mbperf" "$@" --device cuda --max_time "$max_time" -q -o "$out/models.csv" </dev/null >"$logs/said" 2>&1
     code=$?
     [ $code != 130 ] || exit 130
     if [ $code = 0 ]; then

@@ -79,7 +79,7 @@ def rows(binary, line, unordered=False):
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "rows.csv")
         more = ["--attention_deterministic", "false"] if unordered else []
-        run([binary, *line.split(), *more, "--max_time", seconds_of_a_run(), "-q", "-o", out])
+        run([binary, *line.split(), *more, "--device", "cuda", "--max_time", seconds_of_a_run(), "-q", "-o", out])
         found = {r["arm"]: r for r in read(out)}
     if found["graph"]["digest_match"] != "true" and not unordered:
         sys.exit(f"the arms are not equal: {line}")
@@ -96,7 +96,7 @@ def graph_gap(binary, line):
     cannot record (no CUPTI)."""
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "rows.csv")
-        command = [binary, *line.split(), "--max_time", "1", "--profile", "-q", "-o", out]
+        command = [binary, *line.split(), "--device", "cuda", "--max_time", "1", "--profile", "-q", "-o", out]
         done = subprocess.run(command, capture_output=True, text=True)
         profile = os.path.join(folder, "rows.profile.csv")
         if done.returncode or not os.path.exists(profile):

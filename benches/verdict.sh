@@ -22,10 +22,13 @@ LOAD_STARTS_S=90
 run() { # FILE ARGUMENTS...
     local file=$1 start=$SECONDS
     shift
-    timeout 120 "$mbperf" "$@" -q -o "$out/$file.csv" >"$out/last.log" 2>&1
+    timeout --foreground 120 "$mbperf" "$@" --device cuda -q -o "$out/$file.csv" >"$out/last.log" 2>&1
     local code=$?
     echo "exit $code, $((SECONDS - start)) s: $*"
-    [ $code = 0 ] || tail -3 "$out/last.log"
+    [ $code != 130 ] || exit 130
+    [ $code = "${expected:-0}" ] && return
+    failed
+    tail -3 "$out/last.log"
 }
 if wants aa; then
     echo "== A/A, twenty measurements each: at least 18 equivalent, none faster or slower"
@@ -53,7 +56,7 @@ if wants neighbour; then
     done
     rows() { if [ -s "$beside/load.csv" ]; then grep -c ok "$beside/load.csv"; else echo 0; fi; }
     echo "the load, before: $(alive), $(rows) rows"
-    run neighbour "${LLAMA[@]}" --strict --max_time 5
+    expected=1 run neighbour "${LLAMA[@]}" --strict --max_time 5
     echo "the load, after: $(alive), $(rows) rows"
     kill -INT $load 2>/dev/null
     wait $load
@@ -65,4 +68,5 @@ if wants samplers; then
     run samplers "${LLAMA[@]}" --aa eager --alternate_samplers --repeat 20 --max_time 4
 fi
 rm -f "$out/last.log"
-python3 benches/verdict_summary.py "$out" || exit 1
+python3 benches/verdict_summary.py "$out" || failed
+ended

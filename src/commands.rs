@@ -54,16 +54,24 @@ pub fn folders(cuda_path: Option<&Path>, kernel_cache: Option<&Path>) -> Result<
         }
         set_path(path);
     }
-    if let Some(path) = libraries::folder_of_variable().filter(|p| !p.is_dir()) {
-        return Err(Usage(format!(
-            "{}={}: there is no such folder; name the one that the CUDA libraries lie in, or unset it",
-            libraries::PATH_VARIABLE,
-            path.display()
-        )));
-    }
     let Some(path) = kernel_cache else { return Ok(()) };
     file::check_folder(path).map_err(|e| {
         Usage(format!("--kernel_cache {}: {e}; give a folder, or where one can be made", path.display()))
+    })
+}
+
+/// Looks at the folder that the environment names for what runs on a GPU; the one of `--cuda_path` takes its place.
+///
+/// # Errors
+/// What is no folder (exit 2).
+pub fn folder_of_environment(cuda_path: Option<&Path>) -> Result<(), Usage> {
+    let named = libraries::folder_of_variable().filter(|p| cuda_path.is_none() && !p.is_dir());
+    named.map_or(Ok(()), |path| {
+        Err(Usage(format!(
+            "{}={}: there is no such folder; name the one that the CUDA libraries lie in, or unset it",
+            libraries::PATH_VARIABLE,
+            path.display()
+        )))
     })
 }
 
@@ -168,6 +176,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
         }
         Command::Doctor(a) => {
             folders(a.cuda_path.as_deref(), None)?;
+            folder_of_environment(a.cuda_path.as_deref())?;
             match doctor::report(&mut out) {
                 Ok(ready) => return Ok(if ready { 0 } else { measure::NO_DEVICE }),
                 Err(e) => Err(e.into()),

@@ -37,7 +37,7 @@ const fn not_built(name: &'static str, note: &'static str, asked: fn(&Effective)
 /// The table.
 pub const FEATURES: &[Feature] = &[
     approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| {
-        e.args.mbperf.run_dtype.is_some() && e.args.performance.compute_dtype != "bf16"
+        e.args.mbperf.run_dtype.is_some() && e.dtype != "bf16"
     }),
     approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
         let of = e.values.get("model.rope_scaling");
@@ -91,7 +91,7 @@ pub const FEATURES: &[Feature] = &[
         e.values.on("comm_overlap.defer_embedding_wgrad_compute")
     }),
     not_built("kernels for this dtype", "add --run_dtype bf16 to run the recipe's layout in bf16", |e| {
-        e.args.mbperf.run_dtype.is_none() && e.args.performance.compute_dtype != "bf16"
+        e.args.mbperf.run_dtype.is_none() && e.dtype != "bf16"
     }),
     not_built("Mamba layers with context parallelism", "give -cp 1", |e| {
         e.layers.contains(&LayerKind::Mamba) && crate::rules::layout_of(e).cp > 1

@@ -4,7 +4,6 @@ use crate::args::{Args, AttentionKernels, DeviceChoice, Format};
 use crate::capture::{self, RunPlan};
 use crate::commands::{self, Usage, broken_pipe, complain};
 use crate::config::RunConfig;
-use crate::device::DeviceError;
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::inject::{Inject, Kind};
 use crate::host_model::HostModel;
@@ -53,6 +52,11 @@ use settings::{given, options, target};
 pub fn run(args: &Args) -> anyhow::Result<u8> {
     let own = &args.mbperf;
     commands::folders(own.cuda_path.as_deref(), own.kernel_cache.as_deref())?;
+    if own.format == Format::Csv {
+        return Err(usage(
+            "--format csv is of `mbperf ops`: a run writes its CSV to -o FILE (- for standard output); leave it out",
+        ));
+    }
     ranks::check_timeout(args)?;
     // From the start: as a container's first process it would not be ended by a signal that it does not handle.
     let start = ranks::start(args)?;
@@ -189,8 +193,8 @@ fn lacking(args: &Args, facts: &RunFacts, options: &Options, writer: &Writer) ->
     let lacking: Vec<u32> = wanted.filter(|n| !done.iter().any(|d| d.repetition == *n)).collect();
     let held = args.mbperf.repeat - lacking.len() as u32;
     match done.last() {
-        Some(sweep::Done { run_id, row, .. }) if lacking.is_empty() => {
-            writer.found(row.clone());
+        Some(sweep::Done { run_id, rows, .. }) if lacking.is_empty() => {
+            writer.found(rows.clone());
             say(
                 args,
                 &format!(
@@ -299,12 +303,10 @@ pub fn time_ops(args: &Args, only: Option<&str>, out: &mut dyn Write) -> anyhow:
     one_order(args)?;
     let (plan, options) = ops_of(args)?;
     let ops = crate::bench_ops::chosen(&plan.eager.program, only)?;
-    if !choose_device(args)? {
-        return Err(DeviceError::Unavailable(
-            "`mbperf ops` times kernels and needs a GPU; `mbperf doctor` says what is missing".into(),
-        )
-        .into());
+    if args.mbperf.device == DeviceChoice::Cpu {
+        return Err(usage("ops: --device cpu: kernels are timed, and the CPU has none; leave it out"));
     }
+    open::need_gpu(args, "`mbperf ops`")?;
     crate::bench_ops::run(args, ops, &options, out)
 }
 

@@ -93,8 +93,8 @@ fn disturbed(row: &Record) -> bool {
 pub struct Done {
     pub run_id: String,
     pub repetition: u32,
-    /// Its last row, which is the graph's where it has one, in the order of [`COLUMNS`].
-    pub row: Vec<Value>,
+    /// Its rows, the graph's last where it has one, in the order of [`COLUMNS`].
+    pub rows: Vec<Vec<Value>>,
 }
 
 /// The earlier runs in the file at `path`, oldest first, that have an `ok` row for each of `rows`, the rows
@@ -142,9 +142,9 @@ pub fn already_run(path: &Path, rows: &[Row], asked: Asked) -> anyhow::Result<Ve
     let mut runs: Vec<Done> = Vec::new();
     for (id, _, row) in done.iter().filter(|(id, _, _)| !wanted.is_empty() && whole(id)) {
         if !runs.iter().any(|known| known.run_id == *id) {
-            let last = records.iter().rfind(|r| r.cell("run_id") == *id).unwrap_or(row);
+            let own = records.iter().filter(|r| r.cell("run_id") == *id).map(Record::values).collect();
             let repetition = repetition(row).map_err(refused)?;
-            runs.push(Done { run_id: (*id).to_owned(), repetition, row: last.values() });
+            runs.push(Done { run_id: (*id).to_owned(), repetition, rows: own });
         }
     }
     Ok(runs)
@@ -259,7 +259,7 @@ mod tests {
         );
         // With the graph's row, as the file has it.
         let arm = COLUMNS.iter().position(|c| c.name == "arm").unwrap();
-        assert_eq!(done[0].row[arm], Value::Text("graph".into()));
+        assert_eq!(done[0].rows.last().unwrap()[arm], Value::Text("graph".into()));
         assert!(filled(&["command", "step_time_ms_extrapolated"]).is_empty());
         // These rows do not say that their times were steady.
         assert!(already_run(&path, &rows, Asked { filled: &[], strict: true }).unwrap().is_empty());

@@ -89,7 +89,8 @@ enum Sub {
     /// List the ops; with the options of a run: time each op of its step alone
     #[command(
         override_usage = "mbperf ops [NAME] [OPTIONS OF A RUN]",
-        after_help = "Every option of a run is taken, as `mbperf --help` lists them: mbperf ops gemm -m llama -mr llama3_8b -g h100\n\n\
+        after_help = "Options of a run that say what its step is are taken, as `mbperf --help` lists them; those of measuring, of files and of \
+            processes are refused: mbperf ops gemm -m llama -mr llama3_8b -g h100\n\n\
             Ceilings are a copy of 1 GiB, past the L2, and a product of 8192^3. A product is also held against the fastest of \
             cuBLASLt's list, which takes seconds for a large one. --format csv: docs/ops.md has the columns."
     )]

@@ -205,7 +205,8 @@ mod tests {
             assert_eq!((cell(row, "verdict").as_str(), cell(row, "speedup").as_str()), ("undecided", ""));
             assert_eq!(cell(row, "digest_match"), "true");
         }
-        let said = render(&[Tried::of_row(&columns::values(&rows[1]))], 0.01);
+        let values: Vec<_> = rows.iter().map(columns::values).collect();
+        let said = render(&[Tried::of_run(&values).unwrap()], 0.01);
         assert!(said.contains("undecided, arms in turn"), "{said}");
         assert!(said.contains("Recommended: nothing: no scope was measured"), "{said}");
     }

@@ -54,6 +54,7 @@ pub fn effective(
         num_gpus: args.general.num_gpus.unwrap_or_else(|| i64::try_from(recipe.num_gpus).unwrap_or(1)),
         family: recipe.family.clone(),
         recipe: recipe.model.clone(),
+        dtype: recipe.dtype.clone(),
         gpu: recipe.gpu.clone(),
         args: args.clone(),
         implementation: graph.implementation,

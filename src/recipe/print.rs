@@ -111,7 +111,8 @@ pub fn print_show(catalogue: &Catalogue, name: &str, out: &mut dyn Write) -> Res
         let mut rows = vec![header];
         let of_model = |r: &&Recipe| r.family == model.family && r.model == model.model;
         for r in catalogue.recipes().iter().filter(of_model) {
-            rows.push([format!("  {}", r.function), graph(r), share_in_short(r)]);
+            let default = if r.is_default { "" } else { "  (by -ng)" };
+            rows.push([format!("  {}", r.function), graph(r) + default, share_in_short(r)]);
         }
         write_table(&rows, out)?;
         return Ok(());

@@ -30,7 +30,8 @@ pub struct Tried {
     pub gain: Option<Gain>,
     /// Under the host model.
     pub modelled: Option<Gain>,
-    pub graph_memory_mib: Option<f64>,
+    /// Device memory that the graph arm holds beyond the eager one, its graphs with it, MiB.
+    pub more_memory_mib: Option<f64>,
 }
 
 /// What to do.
@@ -72,18 +73,28 @@ fn gains_more(wider: &Gain, own: &Gain, margin: f64) -> bool {
     wider.speedup > own.speedup * (1.0 + margin)
 }
 
-/// Scopes wider than the one that [`recommend`] chose whose speedup is larger by more than the margin: it is not known
-/// whether they gain more, or they would have beaten it.
+/// Scopes wider than the one that [`recommend`] chose that may gain more by more than the margin, as far as their intervals tell: had it
+/// been known, they would have beaten it.
 fn may_gain_more(gains: &[Option<Gain>], chosen: usize, margin: f64) -> Vec<usize> {
     let Some(own) = gains.get(chosen).copied().flatten() else { return Vec::new() };
-    let more = |at: &usize| gains[*at].is_some_and(|wider| gains_more(&wider, &own, margin));
+    let more = |at: &usize| gains[*at].is_some_and(|wider| wider.high > own.high * (1.0 + margin));
     (chosen + 1..gains.len()).filter(more).collect()
 }
 
+/// Scopes narrower than the chosen one that may help, and are undecided.
+fn may_help(gains: &[Option<Gain>], chosen: usize, margin: f64) -> Vec<usize> {
+    let open = |at: &usize| gains[*at].is_some_and(|g| g.low <= 1.0 + margin && g.high > 1.0 + margin);
+    (0..chosen).filter(open).collect()
+}
+
 impl Tried {
-    /// From the cells of a run's graph row by column: of the row itself, or of a file's.
-    pub fn of_cells(cell: &dyn Fn(&str) -> String) -> Self {
+    /// From the cells by column of a run's graph row and of its eager one, where there is one: of the rows themselves, or of a file's.
+    pub fn of_cells(cell: &dyn Fn(&str) -> String, eager: &dyn Fn(&str) -> String) -> Self {
         let float = |name: &str| cell(name).parse::<f64>().ok();
+        let more_memory_mib = || {
+            let beside = eager("peak_memory_mib").parse::<f64>().ok()?;
+            Some(float("peak_memory_mib")? + float("graph_memory_mib")? - beside)
+        };
         let gain = |name: &str| {
             let end = |which: &str| float(&format!("{name}_ci95_{which}"));
             let (low, high) = (end("low").unwrap_or(0.0), end("high").unwrap_or(f64::INFINITY));
@@ -91,8 +102,11 @@ impl Tried {
         };
         let scope = cell("cuda_graph_scope").replace('+', ",");
         // Spreadsheets write it in capitals.
-        let unequal = cell("digest_match").eq_ignore_ascii_case("false");
-        let counts = cell("status") == "ok" && !unequal;
+        let is = |value: String, word: &str| value.eq_ignore_ascii_case(word);
+        let unequal = is(cell("digest_match"), "false") || is(eager("digest_match"), "false");
+        let in_turn = is(cell("arms_in_turn"), "true");
+        // A gain is over an eager arm of the same run, timed beside it.
+        let counts = cell("status") == "ok" && eager("status") == "ok" && !unequal && !in_turn;
         Self {
             scope: if scope.is_empty() { "whole layer".into() } else { scope },
             device: cell("device"),
@@ -100,25 +114,24 @@ impl Tried {
             status: cell("status"),
             reason: cell("status_reason"),
             verdict: cell("verdict"),
-            in_turn: cell("arms_in_turn") == "true",
+            in_turn,
             unequal,
             gain: gain("speedup").filter(|_| counts),
             modelled: gain("speedup_modelled").filter(|_| counts),
-            graph_memory_mib: float("graph_memory_mib"),
+            more_memory_mib: more_memory_mib(),
         }
     }
 
-    /// From a graph row's values.
-    pub fn of_row(row: &[Value]) -> Self {
-        Self::of_cells(&|name: &str| {
+    /// From the rows of one run, the eager one first where it has both, the graph's last; `None`: it left none.
+    pub fn of_run(rows: &[Vec<Value>]) -> Option<Self> {
+        fn cell(row: &[Value], name: &str) -> String {
             let value = columns::COLUMNS.iter().zip(row).find(|(c, _)| c.name == name).map(|(_, v)| v);
             value.map(Value::cell).unwrap_or_default()
-        })
-    }
-
-    /// From the rows of one run, of which the last is the graph's; `None`: it left none.
-    pub fn of_run(rows: &[Vec<Value>]) -> Option<Self> {
-        rows.last().map(|row| Self::of_row(row))
+        }
+        let (graph, others) = rows.split_last()?;
+        Some(Self::of_cells(&|name| cell(graph, name), &|name| {
+            others.last().map_or(String::new(), |eager| cell(eager, name))
+        }))
     }
 }
 
@@ -133,13 +146,13 @@ fn shown(gain: &Option<Gain>) -> String {
 /// The sweep as a table, its first line the head.
 pub fn table(tried: &[Tried]) -> Vec<Vec<String>> {
     let modelled = tried.iter().any(|t| t.modelled.is_some());
-    let mut head = vec!["scope", "captured", "speedup", "verdict", "graph memory MiB"];
+    let mut head = vec!["scope", "captured", "speedup", "verdict", "MiB over eager"];
     if modelled {
         head.push("modelled speedup");
     }
     let mut lines = vec![head.into_iter().map(String::from).collect::<Vec<_>>()];
     for t in tried {
-        let memory = t.graph_memory_mib.map_or("-".into(), |m| format!("{m:.0}"));
+        let memory = t.more_memory_mib.map_or("-".into(), |m| format!("{m:.0}"));
         let mut verdict = if t.status == "ok" { t.verdict.clone() } else { t.status.clone() };
         if t.unequal && t.status == "ok" {
             verdict += "bits differ";
@@ -163,16 +176,15 @@ pub fn sentences(tried: &[Tried], margin: f64) -> Vec<String> {
         let gains: Vec<Option<Gain>> = tried.iter().map(gain).collect();
         let found = recommend(&gains, margin);
         let mut said = advice(&found, tried, margin);
-        let open = match found {
-            Advice::Scope(at) => may_gain_more(&gains, at, margin),
-            Advice::Eager | Advice::Unknown(_) => Vec::new(),
-        };
-        if !open.is_empty() {
-            let names: Vec<&str> = open.iter().map(|at| tried[*at].scope.as_str()).collect();
-            said += &format!(
-                "; not known to gain more, though they may: {} (raise --max_time)",
-                names.join("; ")
-            );
+        let Advice::Scope(at) = found else { return said };
+        for (what, open) in [
+            ("narrower and not known to help, though they may", may_help(&gains, at, margin)),
+            ("not known to gain more, though they may", may_gain_more(&gains, at, margin)),
+        ] {
+            if !open.is_empty() {
+                let names: Vec<&str> = open.iter().map(|at| tried[*at].scope.as_str()).collect();
+                said += &format!("; {what}: {} (raise --max_time)", names.join("; "));
+            }
         }
         said
     };
@@ -230,11 +242,11 @@ fn advice(advice: &Advice, tried: &[Tried], margin: f64) -> String {
     match advice {
         Advice::Scope(at) => {
             let chosen = tried.get(*at);
-            let memory = chosen.and_then(|t| t.graph_memory_mib);
+            let memory = chosen.and_then(|t| t.more_memory_mib);
             format!(
                 "{}, the narrowest scope that no wider one beats by more than {percent} %{}",
                 chosen.map_or("?", |t| &t.scope),
-                memory.map_or(String::new(), |m| format!("; its graphs take {m:.0} MiB"))
+                memory.map_or(String::new(), |m| format!("; it takes {m:.0} MiB more than eager"))
             )
         }
         Advice::Eager => format!("none: no scope is faster than eager by more than {percent} %"),
@@ -296,19 +308,21 @@ mod tests {
         assert_eq!(recommend(&[narrow, gain(1.08, 0.025)], MARGIN), Advice::Scope(0));
         // A third that is surely better than the first beats it, and the second does not.
         assert_eq!(recommend(&[narrow, gain(1.08, 0.025), gain(1.09, 0.002)], MARGIN), Advice::Scope(1));
-        assert_eq!(may_gain_more(&[narrow, gain(1.08, 0.025), gain(1.04, 0.2)], 0, MARGIN), [1]);
-        assert_eq!(may_gain_more(&[narrow, None, gain(1.055, 0.2)], 0, MARGIN), Vec::<usize>::new());
+        assert_eq!(may_gain_more(&[narrow, gain(1.08, 0.025), gain(1.04, 0.2)], 0, MARGIN), [1, 2]);
+        assert_eq!(may_gain_more(&[narrow, None, gain(1.055, 0.01)], 0, MARGIN), Vec::<usize>::new());
+        assert_eq!(may_help(&[gain(1.0, 0.2), gain(1.0, 0.001), None, narrow], 3, MARGIN), [0]);
     }
 
     #[test]
     fn only_rows_that_are_ok_and_of_equal_work_have_a_gain() {
         let of = |status: &str, digest_match: &str| {
-            Tried::of_cells(&|column| match column {
+            let cell = |column: &str| match column {
                 "status" => status.into(),
                 "digest_match" => digest_match.into(),
                 "speedup" | "speedup_modelled" => "1.5".into(),
                 _ => String::new(),
-            })
+            };
+            Tried::of_cells(&cell, &|column| if column == "status" { "ok".into() } else { String::new() })
         };
         for (status, digest_match, counts) in [
             ("ok", "true", true),
@@ -354,7 +368,7 @@ mod tests {
             unequal: false,
             gain,
             modelled,
-            graph_memory_mib: Some(12.0),
+            more_memory_mib: Some(12.0),
         };
         let rows = [
             tried("attn", "ok", gain(1.0, 0.002), gain(1.3, 0.01)),
@@ -365,7 +379,7 @@ mod tests {
         assert!(text.contains("attn,mlp: out of memory: 3 MiB"), "{text}");
         assert!(text.contains("Recommended: none: no scope is faster than eager by more than 1 %"), "{text}");
         assert!(text.contains("With the modelled host time: full_iteration, the narrowest"), "{text}");
-        assert!(text.contains("more than 1 %; its graphs take 12 MiB\n"), "{text}");
+        assert!(text.contains("more than 1 %; it takes 12 MiB more than eager\n"), "{text}");
         let without = |device: &str, status: &str, in_turn| {
             let of = |scope| Tried { device: device.into(), in_turn, ..tried(scope, status, None, None) };
             render(&[of("attn"), of("mlp")], MARGIN)

@@ -224,10 +224,10 @@ impl Writer {
         self.book = Some(book);
     }
 
-    /// Tells the book of a row that an earlier run left and that is not made again.
-    pub fn found(&self, row: Vec<Value>) {
+    /// Tells the book of the rows of an earlier run that is not made again.
+    pub fn found(&self, rows: Vec<Vec<Value>>) {
         if let Some(Ok(mut book)) = self.book.as_ref().map(|b| b.lock()) {
-            book.found.push(row);
+            book.found.extend(rows);
         }
     }
 

@@ -10,7 +10,7 @@ use rust_xlsxwriter::{Format, Workbook, Worksheet, XlsxError};
 pub struct Book {
     pub rows: Vec<Vec<Value>>,
     pub steps: Vec<[Value; 14]>,
-    /// Graph rows of earlier runs that `--resume` found and did not make again: on no sheet.
+    /// Rows of earlier runs that `--resume` found and did not make again: on no sheet.
     pub found: Vec<Vec<Value>>,
 }
 

@@ -50,6 +50,8 @@ pub struct Effective {
     pub family: String,
     pub recipe: String,
     pub gpu: String,
+    /// Dtype of the chosen recipe: `-c` cannot name all, some are variants.
+    pub dtype: String,
     pub num_gpus: i64,
     /// Kind of every layer of the whole model.
     pub layers: Vec<LayerKind>,

@@ -15,11 +15,26 @@ use crate::keys::short_words;
 use crate::ranks::control::{self, Share};
 use crate::ranks::lead::Leading;
 
+/// What needs a GPU looks for one: in its place there is nothing.
+pub(super) fn need_gpu(args: &Args, what: &str) -> anyhow::Result<()> {
+    commands::folder_of_environment(args.mbperf.cuda_path.as_deref())?;
+    match probe() {
+        Availability::Ready(_) => Ok(()),
+        Availability::NoDriver(why) | Availability::NoDevice(why) | Availability::Unusable(why) => {
+            Err(DeviceError::Unavailable(format!(
+                "{what} needs a GPU; {why}; `mbperf doctor` says what is missing"
+            ))
+            .into())
+        }
+    }
+}
+
 /// True for the GPU. `auto` takes the CPU only when there is no driver or no device.
 pub(super) fn choose_device(args: &Args) -> anyhow::Result<bool> {
     if args.mbperf.device == DeviceChoice::Cpu {
         return Ok(false);
     }
+    commands::folder_of_environment(args.mbperf.cuda_path.as_deref())?;
     let auto = args.mbperf.device == DeviceChoice::Auto;
     match probe() {
         Availability::Ready(_) => Ok(true),

@@ -15,6 +15,9 @@ use crate::ops::rmsnorm::{
 use crate::ops::rng::Rng;
 use crate::program::{BufId, DType};
 
+/// Rows and buffer of partial sums, and the main gradients that lie side by side in it, each with its number of columns.
+pub(super) type PartialSums<'a> = (usize, BufId, &'a [(usize, BufId)]);
+
 impl Stack<'_> {
     /// `y = rmsnorm(x) * weight`, with 1/rms kept for the backward. `[split_tokens, hidden]`.
     pub(super) fn norm(&mut self, l: usize, name: &str, x: BufId, weight: Weight) -> (BufId, BufId) {
@@ -85,7 +88,7 @@ impl Stack<'_> {
     }
 
     /// The same of several partial sums, by one launch.
-    pub(super) fn column_sums(&mut self, all: &[(usize, BufId, &[(usize, BufId)])]) {
+    pub(super) fn column_sums(&mut self, all: &[PartialSums]) {
         let accumulate = self.accumulate == Accumulate::InPlace;
         let (mut partials, mut args) = (Vec::new(), Vec::new());
         for (rows, partial, grads) in all {

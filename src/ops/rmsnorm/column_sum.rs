@@ -168,7 +168,10 @@ mod tests {
     use super::*;
     use crate::ops::testing::*;
 
-    fn of(partials: &[(usize, &[usize])], out: DType, accumulate: bool) -> ColumnSum {
+    /// Rows and columns of each gradient.
+    type Matrix = (usize, &'static [usize]);
+
+    fn of(partials: &[Matrix], out: DType, accumulate: bool) -> ColumnSum {
         let partials = partials.iter().map(|(rows, cols)| Partial { rows: *rows, cols: cols.to_vec() });
         ColumnSum { partials: partials.collect(), out, accumulate }
     }
@@ -176,7 +179,7 @@ mod tests {
     /// Gradients side by side, written and added, with a bound inside a 16-byte access; several matrices.
     #[test]
     fn every_gradient_gets_its_columns() {
-        let all: [&[(usize, &[usize])]; 5] = [
+        let all: [&[Matrix]; 5] = [
             &[(5, &[12])],
             &[(5, &[8, 8])],
             &[(5, &[6, 3, 7])],
@@ -208,7 +211,7 @@ mod tests {
     #[test]
     fn columns_are_checked_when_prepared() {
         let mut cuda = crate::device::cuda::prep::OfflinePrep::new("sm_90a").unwrap();
-        let all: [(&[(usize, &[usize])], bool); 9] = [
+        let all: [(&[Matrix], bool); 9] = [
             (&[(3, &[16])], true),
             (&[(3, &[6, 3, 7])], true),
             (&[(3, &[16]), (5, &[8, 8])], true),

@@ -211,9 +211,8 @@ extern "C" __global__ void __launch_bounds__(CHUNK * 2, 1) ssd_dx(const bf16* xb
 
 // What crosses chunks: blockIdx.y 0: dB_s += sum over heads dt_s 2^(c_Q - c_s) dH^T x_s, and ends[s] = 2^(c_Q - c_s) x_s dH B_s;
 // 1: dC_t += sum over heads 2^(c_t) H^T dy_t, and begins[t] = 2^(c_t) dy_t H C_t. A block takes one chunk, a whole
-// group and CROSS_COLS columns of the state (what registers hold): `ends` and `begins` are summed over blockIdx.z
+// group and CROSS_COLS columns of the state (at most what registers hold): `ends` and `begins` are summed over blockIdx.z
 // afterwards. Shared: B or C | two stages of (x or dy, dH or H, dt, c).
-constexpr int CROSS_COLS = STATE <= 128 ? STATE : STATE / 2;
 constexpr int CROSS_SLICE = CROSS_COLS % 64 == 0 ? 64 : CROSS_COLS % 32 == 0 ? 32 : 16;
 constexpr int CROSS_ROW = (CROSS_COLS / 8 + 1) * 16;
 constexpr int CROSS_M = CHUNK * CROSS_ROW, CROSS_STAGE = X_TILE + HEAD_DIM * CROSS_ROW + CHUNK * 8;
@@ -300,37 +299,50 @@ extern "C" __global__ void __launch_bounds__(CHUNK * 2, 1) ssd_cross(const bf16*
         }
         __syncthreads();
     }
-    const float* part = for_c ? part_c : part_b;
+    // Part by part, all places of a thread at a time: place by place each load would be waited for.
+    const float* part = (for_c ? part_c : part_b) + g * STATE + half * CROSS_COLS + 2 * quad;
+    #pragma unroll 1
+    for (int p = 0; p < parts; ++p) {
+        #pragma unroll
+        for (int n = 0; n < CROSS_COLS / 16; ++n)
+            #pragma unroll
+            for (int e = 0; e < 8; e += 2) {
+                const int t = row + row_of(e);
+                if (t >= valid) continue;
+                const i64 at = (((i64)p * batch + b) * seq + t0 + t) * groups * STATE + n * 16 + col_of(e);
+                const float2 v = *reinterpret_cast<const float2*>(part + at);
+                total[n][e] += v.x;
+                total[n][e + 1] += v.y;
+            }
+    }
     #pragma unroll
     for (int n = 0; n < CROSS_COLS / 16; ++n)
         #pragma unroll
         for (int e = 0; e < 8; e += 2) {
             const int t = row + row_of(e), col = n * 16 + 2 * quad + col_of(e);
-            if (t >= valid) continue;
-            float sum0 = total[n][e], sum1 = total[n][e + 1];
-            for (int p = 0; p < parts; ++p) {
-                const i64 at = (((i64)p * batch + b) * seq + t0 + t) * groups * STATE + g * STATE + half * CROSS_COLS + col;
-                const float2 v = *reinterpret_cast<const float2*>(part + at);
-                sum0 += v.x;
-                sum1 += v.y;
-            }
-            *reinterpret_cast<u32*>(dxbc + (first + t) * s.width() + col0 + col) = pack_bf16(sum0, sum1);
+            if (t < valid)
+                *reinterpret_cast<u32*>(dxbc + (first + t) * s.width() + col0 + col) = pack_bf16(total[n][e], total[n][e + 1]);
         }
 }
 
 // Gradient of the raw dt, and per chunk those of a_log, D and the bias: partial [batch * chunks, 3 * heads].
-// Grid (batch * chunks, heads / 8), CHUNK threads: a thread a token, eight heads.
+// Grid (batch * chunks, heads / DDT_HEADS), CHUNK threads: a thread a token, two heads. With eight, one after the other, few blocks took long.
+constexpr int DDT_HEADS = 2;
 extern "C" __global__ void __launch_bounds__(CHUNK) ssd_ddt(const bf16* zxbcdt, const bf16* a_log, const bf16* dt_bias, const float* dt,
     const float* row_sums, const float* col_sums, const float* skips, const float* ends, const float* begins, const float* dots,
     bf16* ddt, float* partial, int slices, int halves, int width, int dt_col, int seq, int heads, int groups, int chunks) {
-    __shared__ float scratch[8][5][CHUNK / 32];
+    __shared__ float scratch[DDT_HEADS][5][CHUNK / 32];
     const Shape s = {seq, heads, groups, chunks};
-    const int b = blockIdx.x / chunks, c = blockIdx.x % chunks, h0 = blockIdx.y * 8, t = threadIdx.x;
+    const int b = blockIdx.x / chunks, c = blockIdx.x % chunks, h0 = blockIdx.y * DDT_HEADS, t = threadIdx.x;
     const int at = c * CHUNK + t, warp = t >> 5;
-    float raw[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, out[8];
-    if (at < seq) load8(zxbcdt + ((i64)b * seq + at) * width + dt_col + h0, raw);
+    float raw[DDT_HEADS] = {0.f, 0.f}, out[DDT_HEADS];
+    if (at < seq) {
+        const u32 two = *reinterpret_cast<const u32*>(zxbcdt + ((i64)b * seq + at) * width + dt_col + h0);
+        raw[0] = bf16_lo(two);
+        raw[1] = bf16_hi(two);
+    }
     #pragma unroll
-    for (int e = 0; e < 8; ++e) {
+    for (int e = 0; e < DDT_HEADS; ++e) {
         const int h = h0 + e;
         const i64 i = s.series(b, h) + at;
         const i64 all = (i64)(gridDim.x / chunks) * heads * chunks * CHUNK;
@@ -353,10 +365,10 @@ extern "C" __global__ void __launch_bounds__(CHUNK) ssd_ddt(const bf16* zxbcdt, 
         if ((t & 31) == 0)
             for (int k = 0; k < 3; ++k) scratch[e][2 + k][warp] = sums[k];
     }
-    if (at < seq) store8(ddt + ((i64)b * seq + at) * heads + h0, out);
+    if (at < seq) *reinterpret_cast<u32*>(ddt + ((i64)b * seq + at) * heads + h0) = pack_bf16(out[0], out[1]);
     __syncthreads();
-    if (t < 24) {
-        const int e = t & 7, k = t >> 3;
+    if (t < 3 * DDT_HEADS) {
+        const int e = t % DDT_HEADS, k = t / DDT_HEADS;
         float sum = 0.f;
         for (int w = 0; w < CHUNK / 32; ++w) sum += scratch[e][2 + k][w];
         partial[(i64)blockIdx.x * 3 * heads + k * heads + h0 + e] = sum;

@@ -24,8 +24,13 @@ const MAX_HEAD_DIM: usize = 64;
 const MAX_STATE: usize = 256;
 /// Columns of the state that one block of `ssd_cross` holds in registers.
 const MAX_CROSS: usize = 128;
-/// Heads of a thread of `ssd_dt` and `ssd_ddt`: 16 bytes of dt.
+/// Columns below which a block of it would mostly load tokens.
+const LEAST_CROSS: usize = 32;
+/// Heads of a thread of `ssd_dt`: 16 bytes of dt.
 const HEADS_PER_THREAD: usize = 8;
+/// Heads of a thread of `ssd_ddt`: `DDT_HEADS` of backward.cu.
+const DDT_HEADS: usize = 2;
+const _: () = assert!(HEADS_PER_THREAD.is_multiple_of(DDT_HEADS));
 
 /// What the kernels cannot run.
 fn check(s: &SsdShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
@@ -73,8 +78,16 @@ fn parts(s: &SsdShape) -> usize {
     (1..=group).find(enough).unwrap_or(group.max(1))
 }
 
+/// Parts that the state's columns are split into for `ssd_cross`: the fewest that registers hold and that fill the device.
 fn cross_parts(s: &SsdShape) -> usize {
-    if s.state > MAX_CROSS { 2 } else { 1 }
+    // B and C apart.
+    let blocks = s.batch * s.chunks() * s.groups * 2;
+    let legal = |n: &usize| {
+        let fits = s.state.is_multiple_of(16 * n) && s.state / n <= MAX_CROSS;
+        fits && (*n == 1 || s.state > MAX_CROSS || s.state / n >= LEAST_CROSS)
+    };
+    let all = [1, 2, 4].into_iter().filter(legal);
+    all.clone().find(|n| blocks * n >= BLOCKS_WANTED).or(all.max()).unwrap_or(1)
 }
 
 /// Bytes of one f32 a padded token and head.
@@ -102,9 +115,16 @@ pub(super) fn backward_workspace(s: &SsdShape) -> usize {
 }
 
 fn defines(s: &SsdShape) -> Vec<(&'static str, String)> {
-    [("CHUNK", s.chunk), ("HEAD_DIM", s.head_dim), ("STATE", s.state), ("SLICE", slice(s))]
-        .map(|(name, value)| (name, value.to_string()))
-        .into()
+    let cross = s.state / cross_parts(s);
+    [
+        ("CHUNK", s.chunk),
+        ("HEAD_DIM", s.head_dim),
+        ("STATE", s.state),
+        ("SLICE", slice(s)),
+        ("CROSS_COLS", cross),
+    ]
+    .map(|(name, value)| (name, value.to_string()))
+    .into()
 }
 
 /// seq, heads, groups, chunks: the end of every kernel's list.
@@ -240,7 +260,7 @@ pub(super) fn backward(
         Call {
             source: BACKWARD,
             entry: "ssd_ddt",
-            grid: dt_grid(s),
+            grid: [s.batch * s.chunks(), s.heads / DDT_HEADS, 1],
             threads: s.chunk,
             shared: 0,
             pointers: &[zxbcdt, a_log, dt_bias, dt, rows, cols, skips, ends, begins, dots, ddt, partial],

@@ -60,8 +60,9 @@ impl Input {
                 input.notes.push(format!("{} is given twice: it is read once", path.display()));
                 continue;
             }
-            if let Some(main) = main_file(path) {
-                if !paths.contains(&main) {
+            if let [main, of_rank @ ..] = &main_files(path)[..] {
+                if !paths.contains(main) && !of_rank.iter().any(|m| paths.contains(m)) {
+                    let main = of_rank.iter().find(|m| m.exists()).unwrap_or(main);
                     return Err(format!(
                         "{} lies beside result files and is none: give {}, and it is read too",
                         path.display(),
@@ -289,12 +290,17 @@ fn check(row: &Record) -> Result<(), String> {
     typed(row)
 }
 
-/// The result file that a file beside it belongs to.
-fn main_file(path: &Path) -> Option<PathBuf> {
-    let name = path.file_name()?.to_str()?;
-    let name = name.strip_suffix(".gz").unwrap_or(name);
-    let stem = BESIDE.iter().find_map(|end| name.strip_suffix(end)?.strip_suffix('.'))?;
-    Some(path.with_file_name(format!("{stem}.csv")))
+/// The result file that a file beside it may belong to; a rank's steps (`<name>.rankN.steps.csv`) belong to `<name>.csv`.
+fn main_files(path: &Path) -> Vec<PathBuf> {
+    let stem = || {
+        let name = path.file_name()?.to_str()?;
+        let name = name.strip_suffix(".gz").unwrap_or(name);
+        BESIDE.iter().find_map(|end| name.strip_suffix(end)?.strip_suffix('.'))
+    };
+    let Some(stem) = stem() else { return Vec::new() };
+    let of_rank = stem.rsplit_once(".rank").filter(|(_, rank)| rank.parse::<usize>().is_ok());
+    let names = [Some(stem), of_rank.map(|(name, _)| name)];
+    names.into_iter().flatten().map(|name| path.with_file_name(format!("{name}.csv"))).collect()
 }
 
 /// File names without their folders, where that tells them apart.

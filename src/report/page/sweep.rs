@@ -30,7 +30,12 @@ fn sweeps<'a>(group: &'a Group<'a>) -> Vec<Sweep<'a>> {
         if at == sweeps.len() {
             sweeps.push(Sweep { name, margin: DEFAULT_MARGIN, tried: vec![], runs: vec![] });
         }
-        // A scope that was run again: the later run counts.
+        // A scope that was run again: the later run counts, but one that failed counts for nothing beside one that did not, as
+        // `--resume` has it.
+        let ok = |r: &Run| r.sides.iter().all(|s| s.cell("status") == "ok");
+        if sweeps[at].runs.iter().any(|r| r.scope() == run.scope() && ok(r)) && !ok(run) {
+            continue;
+        }
         sweeps[at].runs.retain(|r| r.scope() != run.scope());
         sweeps[at].runs.push(run);
     }
@@ -49,8 +54,10 @@ fn sweeps<'a>(group: &'a Group<'a>) -> Vec<Sweep<'a>> {
 }
 
 fn tried(run: &Run) -> Option<Tried> {
-    let row = run.sides.iter().find(|r| r.cell("arm") == "graph")?;
-    Some(Tried::of_cells(&|column| row.cell(column).to_owned()))
+    let of = |arm: &str| run.sides.iter().find(|r| r.cell("arm") == arm);
+    let (graph, eager) = (of("graph")?, of("eager"));
+    let cell = |column: &str| graph.cell(column).to_owned();
+    Some(Tried::of_cells(&cell, &|column| eager.map_or(String::new(), |row| row.cell(column).to_owned())))
 }
 
 /// The sentences of a job's sweeps, for the top of the page.
