@@ -315,11 +315,13 @@ fn a_sweeps_recommendation_stands_on_the_page_in_the_sweeps_words() {
         let path = results.save(dir.path(), "x.csv");
         let page = page(dir.path(), "x.csv");
         page.needs_nothing();
-        // The terminal's text, made from the same file's graph rows, narrowest first.
-        let mut rows = rows(&path);
-        rows.retain(|r| r["arm"] == "graph");
-        rows.reverse();
-        let tried: Vec<Tried> = rows.iter().map(|r| Tried::of_cells(&|c: &str| r[c].clone())).collect();
+        // The terminal's text, made from the same file's rows, an eager and a graph one each, narrowest first.
+        let rows = rows(&path);
+        let of = |pair: &[Named]| {
+            let [eager, graph]: &[Named; 2] = pair.try_into().unwrap();
+            Tried::of_cells(&|c: &str| graph[c].clone(), &|c: &str| eager[c].clone())
+        };
+        let tried: Vec<Tried> = rows.chunks(2).rev().map(of).collect();
         let said = render(&tried, 0.01);
         assert!(said.contains(wanted), "{said}");
         for line in
