@@ -6,7 +6,8 @@ usage: pieces.py [--check] MBPERF OUT.csv [WORKLOAD ...]      --check: looks at 
 Workloads: those of side_by_side.py, the Mamba ones too where they are named (their scans have no reference here).
 
 A piece is timed as `mbperf ops` times it on both sides: a CUDA graph of at least 24 launches (6 of long ones) over buffers that are rotated
-among, 256 MiB or more in all, so that the L2 does not hold them; the median of ten replays. Order: mbperf, PyTorch, PyTorch,
+among, 256 MiB or more in all, so that the L2 does not hold them; the median of ten replays, after 200 ms of
+them that are not timed. Order: mbperf, PyTorch, PyTorch,
 mbperf; a ratio is of neighbours. PIECES_TURNS=1 in the environment: mbperf, PyTorch, once each, in half the time.
 
 - A product: torch.mm, addmm, bmm or baddbmm in the same layout, into a result that is there already.
@@ -23,6 +24,7 @@ PAST_L2 = 256 << 20
 MAX_SETS = 16
 LAUNCHES, LONG_LAUNCHES, LONG_FLOPS = 24, 6, 2e11   # as src/bench_ops/bench.rs
 WARM, REPLAYS = 2, 10
+HEAT_MS, MOST_HEATING = 200, 200   # as there: before timing, the card comes to the clock that the piece's own draw leaves
 ORDERS = {"1": ("mbperf", "pytorch"), "2": ("mbperf", "pytorch", "pytorch", "mbperf")}
 dev = "cuda"
 
@@ -60,14 +62,21 @@ def timed(make, launch, bytes_of_one, flops):
         with torch.cuda.graph(graph, stream=stream):
             for i in range(launches):
                 launch(sets[i % len(sets)])
-        us = []
-        for _ in range(WARM + REPLAYS):
+
+        def replay_ms():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            us.append(start.elapsed_time(end) * 1e3 / launches)
+            return start.elapsed_time(end)
+
+        heat_ms = 0.0
+        for _ in range(MOST_HEATING):
+            heat_ms += replay_ms()
+            if heat_ms >= HEAT_MS:
+                break
+        us = [replay_ms() * 1e3 / launches for _ in range(WARM + REPLAYS)]
     us = sorted(us[WARM:])
     del graph, sets
     torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ mod products;
 use crate::args::Args;
 use crate::commands::Usage;
 use crate::device::DeviceError;
+use crate::device::cuda::context::Context;
 use crate::device::cuda::executor::CudaOptions;
 use crate::device::cuda::matmul::Layout;
 use crate::ops::Op;
@@ -151,6 +152,8 @@ pub fn chosen(program: &Program, only: Option<&str>) -> Result<Chosen, Usage> {
 /// # Errors
 /// A device failure; an output that cannot be written.
 pub fn run(args: &Args, ops: Chosen, options: &CudaOptions, out: &mut dyn Write) -> anyhow::Result<()> {
+    // Between two ops nothing else holds the context: it would be made anew, and the libraries' kernels loaded, for each.
+    let _held = Context::open(options.ordinal);
     let ceilings = ceilings(options)?;
     let csv = matches!(args.mbperf.format, crate::args::Format::Csv);
     if csv {

@@ -187,8 +187,7 @@ fn dropless_full_iteration_would_wait_inside_the_graph() {
 
 /// Rules file, section 5: the whole Mamba layer, norm to residual, and nothing of the other kinds.
 const MAMBA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd ssd_fwd gated_norm_fwd gemm";
-const MAMBA_B: &str = "gemm gemm gated_norm_bwd column_sum ssd_bwd column_sum \
-                       mamba_conv_bwd column_sum gemm gemm rmsnorm_bwd";
+const MAMBA_B: &str = "gemm gemm gated_norm_bwd ssd_bwd mamba_conv_bwd column_sum gemm gemm rmsnorm_bwd";
 
 /// A rank capacity factor: rows are static and their counts stay on the device, so that whole layers and the iteration
 /// are graphs, without a copy to the host or a wait.
@@ -244,8 +243,7 @@ fn mamba_captures_whole_mamba_layers_alone() {
 
 /// A gated delta net stands where self-attention does: `attn` captures it, `mamba` finds no layer.
 const DELTA_F: &str = "rmsnorm_fwd gemm mamba_conv_fwd delta_net_fwd norm_gate_fwd gemm";
-const DELTA_B: &str = "gemm gemm norm_gate_bwd column_sum delta_net_bwd column_sum mamba_conv_bwd column_sum \
-                       gemm gemm rmsnorm_bwd";
+const DELTA_B: &str = "gemm gemm norm_gate_bwd delta_net_bwd mamba_conv_bwd column_sum gemm gemm rmsnorm_bwd";
 const GATED_ATTN_F: &str = "rmsnorm_fwd gemm qkv_rope_fwd attention_fwd output_gate_fwd gemm";
 const GATED_ATTN_B: &str = "gemm gemm output_gate_bwd attention_bwd qkv_rope_bwd column_sum gemm gemm \
                             rmsnorm_bwd";

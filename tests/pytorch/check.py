@@ -692,9 +692,11 @@ def check(folder):
     p = cfg["parallel"]
     for what in ("tp", "pp", "cp"):
         if p[what] != 1:
-            sys.exit(f"{folder}: the referee knows one rank; dump with -{what} 1")
+            print(f"{folder}: the referee knows one rank; dump with -{what} 1")
+            return False
     if cfg["batch"]["num_microbatches"] != 1:
-        sys.exit(f"{folder}: the referee runs one micro-batch; dump with --max_microbatches 1")
+        print(f"{folder}: the referee runs one micro-batch; dump with --max_microbatches 1")
+        return False
     w, grads, step = (load(os.path.join(folder, n + ".safetensors")) for n in ("weights", "grads", "step"))
     w = {k: v.requires_grad_() for k, v in w.items()}
     model = Step(cfg, w, step)
