@@ -276,6 +276,20 @@ fn a_sweep_has_a_frontier_and_files_stand_side_by_side() {
     assert!(both.table("gain").iter().any(|r| r[0].ends_with(", sweep")));
 }
 
+#[test]
+fn a_sweep_of_different_margins_says_by_which_it_is_judged() {
+    let dir = tempdir().unwrap();
+    let said = "all are judged by the latest one's, 30 %";
+    for (results, differ) in
+        [(swept(), false), (swept().with_row(4, "margin", "0.3").with_row(5, "margin", "0.3"), true)]
+    {
+        results.save(dir.path(), "x.csv");
+        let page = page(dir.path(), "x.csv");
+        assert_eq!(page.html.contains(said), differ);
+        assert_eq!(page.html.contains("none: no scope is faster than eager by more than 30 %"), differ);
+    }
+}
+
 /// A file of three scopes as a sweep leaves them, the narrowest last.
 fn swept() -> Results {
     let of = |id: &str, scope: &str, captured: &str, speedup: f64, memory: &str| {

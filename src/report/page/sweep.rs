@@ -11,6 +11,8 @@ struct Sweep<'a> {
     /// What tells it from another of the same job; empty when there is one.
     name: String,
     margin: f64,
+    /// Some runs were made for another one.
+    margins_differ: bool,
     tried: Vec<Tried>,
     runs: Vec<&'a Run<'a>>,
 }
@@ -28,7 +30,13 @@ fn sweeps<'a>(group: &'a Group<'a>) -> Vec<Sweep<'a>> {
         };
         let at = sweeps.iter().position(|s| s.name == name).unwrap_or(sweeps.len());
         if at == sweeps.len() {
-            sweeps.push(Sweep { name, margin: DEFAULT_MARGIN, tried: vec![], runs: vec![] });
+            sweeps.push(Sweep {
+                name,
+                margin: DEFAULT_MARGIN,
+                margins_differ: false,
+                tried: vec![],
+                runs: vec![],
+            });
         }
         // A scope that was run again: the later run counts, but one that failed counts for nothing beside one that did not, as
         // `--resume` has it.
@@ -45,7 +53,10 @@ fn sweeps<'a>(group: &'a Group<'a>) -> Vec<Sweep<'a>> {
         // Where files do not say, in their order, which is a sweep's.
         tried.sort_by(|a, b| a.captured.partial_cmp(&b.captured).unwrap_or(std::cmp::Ordering::Equal));
         sweep.tried = tried;
-        sweep.margin = sweep.runs.iter().find_map(|r| r.figure("margin")).unwrap_or(DEFAULT_MARGIN);
+        // The latest run's: what the command that ended the sweep was given.
+        let margins = || sweep.runs.iter().filter_map(|r| r.figure("margin"));
+        sweep.margin = margins().next_back().unwrap_or(DEFAULT_MARGIN);
+        sweep.margins_differ = margins().any(|m| m != sweep.margin);
     }
     if sweeps.len() == 1 {
         sweeps[0].name.clear();
@@ -83,6 +94,13 @@ pub fn html(group: &Group) -> String {
         let mut shown = Table::new("sweep_scopes", &head);
         shown.rows = lines[1..].iter().map(|l| l.iter().map(Cell::text).collect()).collect();
         text += &shown.html();
+        if sweep.margins_differ {
+            let _ = writeln!(
+                text,
+                "<p class=note>The runs were made for different margins: all are judged by the latest one's, {} %.</p>",
+                sweep.margin * 100.0
+            );
+        }
         for failure in failures(&sweep.tried) {
             let _ = writeln!(text, "<p class=note>{}</p>", escape(&failure));
         }
