@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Rows of the models beyond llama and qwen3 dense/MoE, and the rates of their own ops, on a machine with a GPU.
 # usage: benches/models.sh [MBPERF [OUTPUT FOLDER [PART ...]]]   parts: mamba latent delta sinks images recompute pipeline ops
+#        variants (rates of attention's variants beside plain attention, of delta nets beside their floor: attention_variants.csv)
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # DRYRUN=1: plans every row and runs none (no GPU needed).
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
@@ -12,7 +13,7 @@ help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-all="mamba latent delta sinks images recompute pipeline ops"
+all="mamba latent delta sinks images recompute pipeline ops variants"
 choose "$all" "$all" "$@"
 seconds_in MAX_TIME
 begin
@@ -141,6 +142,10 @@ elif wants ops; then
     else
         echo "not all was timed: $table is not written anew; $table.new holds what was"
     fi
+fi
+if wants variants && [ -z "${DRYRUN:-}" ]; then
+    echo "== attention's variants beside plain attention, delta nets beside their floor"
+    python3 benches/attention_variants.py "$mbperf" "$out/attention_variants.csv" || failed
 fi
 rm -f "$out/last.log" "$out/last.json" "$out/last.ops"
 ended

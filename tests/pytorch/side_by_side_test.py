@@ -16,6 +16,7 @@ from unittest import mock
 
 BENCHES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "benches")
 sys.path.insert(0, BENCHES)
+import attention_variants  # noqa: E402
 import command_line  # noqa: E402
 import dropless  # noqa: E402
 import pieces as pieces_script  # noqa: E402
@@ -318,6 +319,22 @@ class Scripts(unittest.TestCase):
         self.assertTrue(os.path.islink(self.out))
         with open(place) as f:
             self.assertEqual(f.read().split(), ["a", "1"])
+
+    def test_variants_are_held_against_plain_attention_and_the_floor(self):
+        columns = "op,launches_per_step,time_us,tflops,gb_per_s,share_of_ceiling,shape\n"
+
+        def run(command):
+            if command[2] == "delta_net":
+                return columns + "delta_net_fwd,1,1,10,1,0.52,a\ndelta_net_bwd,1,1,10,1,0.49,a\n"
+            plain = "llama" in command
+            rates = {"attention_fwd": 500, "attention_bwd": 400} if plain else {"attention_fwd": 300, "attention_bwd": 239.9}
+            return columns + "".join(f"{op},1,1,{rate},1,0.1,a\n" for op, rate in rates.items())
+
+        with mock.patch.object(attention_variants, "run", run), contextlib.redirect_stdout(io.StringIO()):
+            found = list(attention_variants.of_attention("mbperf", "latent"))
+            floors = list(attention_variants.of_delta_net("mbperf", "delta_net"))
+        self.assertEqual([(r[1], r[6], r[8]) for r in found], [("attention_fwd", "0.600", "true"), ("attention_bwd", "0.600", "false")])
+        self.assertEqual([(r[6], r[8]) for r in floors], [("0.520", "true"), ("0.490", "false")])
 
 
 if __name__ == "__main__":
