@@ -4,6 +4,7 @@
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it. Without models: all 25.
 # Paths are from the repository's root, wherever it is called from. Rows are appended: several calls make one file.
 # DRYRUN=1: plans every row and runs none (no GPU needed). MAX_TIME: seconds of measuring a row (default 6).
+# DEVICE=cpu: tries the script without a GPU; such rows are no figures.
 # Exit code: 0 all rows there and equal, 1 one is not, 2 nothing was begun, 130 interrupted.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -134,7 +135,7 @@ row() { # MODEL ALLOWED ARGUMENTS...
         return
     fi
     # In the foreground: Ctrl-C reaches mbperf, which then ends with 130.
-    timeout --foreground -k 20 $limit_s "$mbperf" "$@" --device cuda --max_time "$max_time" -q -o "$out/models.csv" </dev/null >"$logs/said" 2>&1
+    timeout --foreground -k 20 $limit_s "$mbperf" "$@" --device "${DEVICE:-cuda}" --max_time "$max_time" -q -o "$out/models.csv" </dev/null >"$logs/said" 2>&1
     code=$?
     [ $code != 130 ] || exit 130
     if [ $code = 0 ]; then

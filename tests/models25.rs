@@ -24,7 +24,7 @@ fn script(out: &Path, models: &str, variables: &[(&str, &str)]) -> Output {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/models25.sh");
     let mut command = Command::new("bash");
     command.arg(path).arg(assert_cmd::cargo::cargo_bin!("mbperf")).arg(out).args(models.split_whitespace());
-    command.env_remove("DRYRUN").env_remove("MAX_TIME").env("CUDA_VISIBLE_DEVICES", "");
+    command.env_remove("DRYRUN").env_remove("DEVICE").env_remove("MAX_TIME").env("CUDA_VISIBLE_DEVICES", "");
     command.envs(variables.iter().copied()).output().unwrap()
 }
 
@@ -156,13 +156,18 @@ fn every_model_is_planned() {
 #[test]
 fn rows_are_made_and_counted() {
     let dir = tempdir().unwrap();
-    let output = script(dir.path(), "llama3_8b", &[("MAX_TIME", "0.1")]);
+    let output = script(dir.path(), "llama3_8b", &[("MAX_TIME", "0.1"), ("DEVICE", "cpu")]);
     let said = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
     let lines: Vec<&str> = said.lines().collect();
     assert!(lines[0].starts_with("llama3_8b: exit 0, "), "{said}");
     assert_eq!(lines[1], "models.csv: 2 rows, 2 with digest_match=true, 0 with approximations");
     assert!(lines[2].starts_with("1 models, 0 failed, "), "{said}");
+    // Without a GPU there is no row, and none is made elsewhere in its place.
+    let output = script(dir.path(), "llama3_8b", &[("MAX_TIME", "0.1")]);
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.starts_with("llama3_8b: FAILED: exit 3, "), "{said}");
 }
 
 #[test]
