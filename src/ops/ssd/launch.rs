@@ -274,6 +274,22 @@ pub(super) fn backward(
 mod tests {
     use super::*;
 
+    /// Few tokens: the state's columns are split until blocks fill the device, many: as registers hold them.
+    #[test]
+    fn the_pass_across_chunks_fills_the_device() {
+        for (seq, state, parts) in
+            [(512, 128, 4), (2048, 128, 2), (8192, 128, 1), (512, 256, 4), (8192, 256, 2)]
+        {
+            let s = SsdShape { batch: 1, seq, heads: 64, head_dim: 64, groups: 8, state, chunk: 128 };
+            assert_eq!(cross_parts(&s), parts, "{s:?}");
+        }
+        // Narrow states are not cut below what a block's loads are worth, and odd ones only where 16 divides the parts.
+        for (state, parts) in [(16, 1), (32, 1), (64, 2), (96, 2), (160, 2)] {
+            let s = SsdShape { batch: 1, seq: 128, heads: 8, head_dim: 64, groups: 1, state, chunk: 128 };
+            assert_eq!(cross_parts(&s), parts, "{s:?}");
+        }
+    }
+
     #[test]
     fn tiles_fit_a_hopper_block() {
         const MAX_SHARED: usize = 227 * 1024;
