@@ -26,7 +26,7 @@ impl Partial {
 /// each of `partials` its sums R f32 `[rows, sum of cols]`, then for each of its `cols` dw U `out` `[cols[i]]` (W unless `accumulate`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct ColumnSum {
-    /// One to [`MAX_MATRICES`].
+    /// One to `MAX_MATRICES`.
     pub partials: Vec<Partial>,
     /// Adds to the gradients (beta 1), or overwrites them.
     pub accumulate: bool,
