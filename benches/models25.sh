@@ -8,17 +8,8 @@
 # Exit code: 0 all rows there and equal, 1 one is not, 2 nothing was begun, 130 interrupted.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-
-refuse() {
-    echo "$(basename "$0"): $*" >&2
-    exit 2
-}
-case ${1:-} in
-    -h | --help)
-        sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }' "benches/$(basename "$0")"
-        exit 0
-        ;;
-esac
+. benches/common.sh
+help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))

@@ -101,10 +101,10 @@ impl ConvShape {
             sum + w[c * TAPS + k] * at(t + k + 1 - TAPS)
         })
     }
-    /// Launches `entry` on a grid of `[blocks of columns, tiles of a sequence]`.
+    /// Launches the kernel that is called as its op is, on a grid of `[blocks of columns, tiles of a sequence]`.
     fn issue(
         &self,
-        [op, entry]: [&'static str; 2],
+        op: &'static str,
         cuda: &mut CudaPrep,
         args: &[DevPtr],
         grid: [usize; 2],
@@ -131,7 +131,7 @@ impl ConvShape {
             ("SLICES", SLICES.to_string()),
             ("BIAS", usize::from(self.bias).to_string()),
         ];
-        let kernel = cuda.kernel(SOURCE, entry, &defines, 0)?;
+        let kernel = cuda.kernel(SOURCE, op, &defines, 0)?;
         let mut params: Vec<Param> = args.iter().map(|&p| p.into()).collect();
         if !self.bias {
             params.insert(2, args[1].into()); // in the bias's place, not read; `bind` checks the number
@@ -243,7 +243,7 @@ impl Op for MambaConvFwd {
         let s = &self.shape;
         let ints = [("width", s.width()), ("first", s.first), ("channels", s.channels), ("seq", s.seq)];
         let grid = [(s.channels / CHANNELS).div_ceil(THREADS), s.seq.div_ceil(ROWS)];
-        s.issue([self.name(), "mamba_conv_fwd"], cuda, args, grid, &ints)
+        s.issue(self.name(), cuda, args, grid, &ints)
     }
 }
 
@@ -295,7 +295,7 @@ impl Op for MambaConvBwd {
             ("seq", s.seq),
         ];
         let grid = [(s.width() / CHANNELS).div_ceil(WARP), s.tiles()];
-        s.issue([self.name(), "mamba_conv_bwd"], cuda, args, grid, &ints)
+        s.issue(self.name(), cuda, args, grid, &ints)
     }
 }
 
