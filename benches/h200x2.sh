@@ -43,7 +43,7 @@ row() { # FILE ARGUMENTS...: two ranks
         timeout --foreground -k 20 "${timeout_s:-$row_timeout}" "$mbperf" "$@" --device cuda --nproc_per_node 2 -q -o "$out/$file.csv" >"$out/last.log" 2>&1
         code=$?
     fi
-    echo "exit $code, $((SECONDS - start)) s$(after_last_row "$out/$file.csv"): $*"
+    echo "${DRYRUN:+planned, }exit $code, $((SECONDS - start)) s$(after_last_row "$out/$file.csv"): $* --nproc_per_node 2"
     [ $code != 130 ] || exit 130
     if [ $code != 0 ]; then
         tail -3 "$out/last.log"

@@ -5,6 +5,7 @@ The modules are this project's own, in bf16, at the shapes of llama3_8b, of qwen
 nemotron_3_nano (the Mamba-2 layer of ref_mamba.py, whose scan is Triton's). All host times are read by `time.perf_counter`, all
 device times by CUDA events or the profiler; milliseconds.
 """
+import contextlib
 import statistics
 import time
 from dataclasses import dataclass
@@ -28,6 +29,18 @@ WARM_STEPS = 8
 BUSY_STEPS = 5
 # Marks in a row to time one: a millisecond in all.
 EDGES = 32
+
+
+@contextlib.contextmanager
+def other_threads_may_launch():
+    """While torch.cuda.make_graphed_callables captures: Triton launches its backward kernels from autograd's thread, and the default
+    mode of a capture forbids other threads a part of the driver's calls."""
+    kept = torch.cuda.graph
+    torch.cuda.graph = lambda *graph, **how: kept(*graph, **how | {"capture_error_mode": "thread_local"})
+    try:
+        yield
+    finally:
+        torch.cuda.graph = kept
 
 
 def linear(n_in, n_out, dtype=BF16):
@@ -273,7 +286,8 @@ class Stack:
         for names in [[part] for part in parts] if self.form.apart or not parts else [parts]:
             # A chain of its own each: the call below replaces the forward function of what it captures.
             sample = self.x.detach().clone().requires_grad_()
-            graph = torch.cuda.make_graphed_callables(Chain([modules[name] for name in names]), (sample,))
+            with other_threads_may_launch():
+                graph = torch.cuda.make_graphed_callables(Chain([modules[name] for name in names]), (sample,))
             found.append(Group(",".join(names), calls(names, graph), captured=True))
         for name in modules.keys() - set(parts):
             # Behind the router the first tensor is the residual, which goes around them.

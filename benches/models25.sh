@@ -35,8 +35,8 @@ NO_PACKING=dataset.packed_sequence_specs.packed_sequence_size=null
 SCOPE="--cuda_graph_impl transformer_engine --cuda_graph_scope"
 WHOLE="--cuda_graph_impl local --cuda_graph_scope full_iteration"
 
-# The h100 bf16 recipe, or the nearest that can be run. Second column: what `approximations` may hold, `-` nothing: what DESIGN 1
-# names (compressed and sparse attention, graphs of the tower), and bf16 where no recipe of that type can be run.
+# The h100 bf16 recipe, or the nearest that can be run. Second column: what `approximations` may hold, `-` nothing: what is
+# approximated by design (compressed and sparse attention, graphs of the tower), and bf16 where no recipe of that type can be run.
 read -rd '' table <<END
 llama3_8b               -                                    -m llama -g h100 -c bf16 $STATE $SCOPE mlp
 llama3_70b              -                                    -m llama -g h100 -c bf16 $STATE $NO_TP_OVERLAP $SCOPE mlp

@@ -3,7 +3,7 @@ time of the same product or attention.
 
 usage: pieces.py [--check] MBPERF OUT.csv [WORKLOAD ...]      --check: looks at the arguments and measures nothing
 
-Workloads: those of side_by_side.py, the Mamba ones too where they are named (their scans have no reference here).
+Workloads: those of side_by_side.py, the Mamba ones too where they are named (with what they need, see there).
 
 A piece is timed as `mbperf ops` times it on both sides: a CUDA graph of at least 24 launches (6 of long ones) over buffers that are rotated
 among, 256 MiB or more in all, so that the L2 does not hold them; the median of ten replays, after 200 ms of
@@ -13,11 +13,13 @@ mbperf; a ratio is of neighbours. PIECES_TURNS=1 in the environment: mbperf, PyT
 - A product: torch.mm, addmm, bmm or baddbmm in the same layout, into a result that is there already.
 - Attention: cuDNN by PyTorch's own call, whose backward has the default form alone (it may add in any order); cuDNN's
   deterministic form is timed by mbperf, whatever `auto` takes.
+- Mamba's scan: Triton's (`mamba_chunk_scan_combined`), forward, and forward and backward together; of the backward alone Triton has no
+  call. Its gradients are those of the four tensors that come from products, as in ref_mamba.py.
 - Loss, optimizer and embedding are of the whole step, all else of the layer stack.
 """
 import csv, sys
 from command_line import Table
-from pieces_figures import COLUMNS, FORMS, fields, key, lines
+from pieces_figures import BOTH_SCANS, COLUMNS, FORMS, SCAN, fields, key, lines
 from side_by_side_figures import MAMBA, WORKLOADS, begin, run, torch_with_gpu, turns_of_pieces
 
 PAST_L2 = 256 << 20
@@ -59,7 +61,8 @@ def timed(make, launch, bytes_of_one, flops):
             launch(s)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # Triton launches its backward kernels from autograd's thread.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(launches):
                 launch(sets[i % len(sets)])
 
@@ -151,6 +154,42 @@ class Attention:
         return timed(self.with_results, launch, self.bytes, 2.5 * self.flops)
 
 
+class Scan:
+    """Tensors of one scan, as ref_mamba.py makes them."""
+
+    def __init__(self, shape):
+        f = fields(shape)
+        self.batch, self.seq, self.heads, self.head_dim = f["batch"], f["seq"], f["heads"], f["head_dim"]
+        self.groups, self.state, self.chunk = f["groups"], f["state"], f["chunk"]
+        tokens = self.batch * self.seq
+        # Of x, B, C, dt and y.
+        self.bytes = 2 * tokens * (2 * self.heads * self.head_dim + 2 * self.groups * self.state + self.heads)
+        # Of chunks and states, forward; by it alone the number of launches is chosen.
+        self.flops = 2 * tokens * self.heads * (self.chunk * (self.state + self.head_dim) / 2 + 2 * self.state * self.head_dim)
+
+    def make(self):
+        tensor = lambda *sides: torch.randn(self.batch, self.seq, *sides, dtype=bf, device=dev, requires_grad=True)
+        taken = tensor(self.heads, self.head_dim), tensor(self.heads), tensor(self.groups, self.state), tensor(self.groups, self.state)
+        a = -torch.rand(self.heads, device=dev) * 15 - 1
+        dy = torch.randn(self.batch, self.seq, self.heads, self.head_dim, dtype=bf, device=dev)
+        return taken, a, torch.ones(self.heads, device=dev), torch.zeros(self.heads, device=dev), dy
+
+    def forward(self, s):
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+        (x, dt, b, c), a, d, bias, _ = s
+        return mamba_chunk_scan_combined(x, dt, a, b, c, self.chunk, D=d, dt_bias=bias, dt_softplus=True)
+
+    def both(self, s):
+        with torch.enable_grad():
+            return torch.autograd.grad(self.forward(s), s[0], s[-1])
+
+    def forward_us(self):
+        return timed(self.make, self.forward, self.bytes, self.flops)
+
+    def both_us(self):
+        return timed(self.make, self.both, 2 * self.bytes, 3 * self.flops)
+
+
 def references(rows):
     """PyTorch's microseconds of each piece by key."""
     pytorch = {}
@@ -164,6 +203,10 @@ def references(rows):
                     pytorch[at] = Attention(shape).forward_us()
                 elif name == "attention_bwd":
                     pytorch[at] = Attention(shape).backward_us()
+                elif name == SCAN[0]:
+                    pytorch[at] = Scan(shape).forward_us()
+                elif name == SCAN[1]:
+                    pytorch[BOTH_SCANS, shape] = Scan(shape).both_us()
         except (RuntimeError, NotImplementedError) as e:  # its line then has no reference
             print(f"PyTorch has no {name} {shape}: {e}", file=sys.stderr)
     return pytorch
@@ -175,7 +218,7 @@ def together(rounds):
 
 
 def main():
-    binary, target, names = begin(__doc__, modules=["torch"])
+    binary, target, names = begin(__doc__, modules=["torch"], mamba_modules=["mamba_ssm", "einops"])
     order = ORDERS[turns_of_pieces()]
     load()
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size

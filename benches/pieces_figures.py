@@ -11,11 +11,14 @@ OWN_OF_DETERMINISTIC = 0.6
 OF_LIST = 0.98
 OF_PYTORCH = 1.0
 OF_COPY = 0.85
+# MAMBA's: at most 0.85 of the time of Triton's scan.
+OF_TRITON = 1 / 0.85
 
 # References.
 LIST = "cublaslt list"
 COPY = "copy ceiling"
 PYTORCH = "pytorch"
+TRITON = "triton"
 DETERMINISTIC = "cudnn deterministic by mbperf"
 DEFAULT = "cudnn default"
 
@@ -27,7 +30,12 @@ FORMS = {
 }
 
 # Ops that are bound by bytes and have a bound on their share of copy bandwidth: elementwise, norm, permute, loss, optimizer.
-MOVES = ("rmsnorm", "swiglu", "qkv_rope", "gather_rows", "combine_rows", "silu", "cross_entropy", "adam")
+MOVES = ("rmsnorm", "swiglu", "qkv_rope", "gather_rows", "combine_rows", "silu", "cross_entropy", "adam", "gated_norm", "squared_relu")
+# Held against a copy too, without a bound.
+ALSO_MOVE = ("mamba_conv", "embedding", "column_sum")
+# The scan's passes; the line of both is named after them.
+SCAN = "ssd_fwd", "ssd_bwd"
+BOTH_SCANS = "ssd_fwd+ssd_bwd"
 
 
 def fields(shape):
@@ -90,13 +98,38 @@ def lines(workload, rounds, forms, pytorch, l2_bytes):
             add(PYTORCH, pytorch.get(at, []), target=OF_PYTORCH)
         elif name.startswith("attention"):
             made += attention(workload, at, ours, forms, pytorch)
-        elif name.startswith(MOVES):
+        elif name.startswith(MOVES + ALSO_MOVE):
             bytes_moved = float(row["bytes"])
             copied = [bytes_moved / float(r["ceiling_gb_per_s"]) / 1e3 for r in ours]
-            add(COPY, copied, target=OF_COPY, past_l2=bytes_moved > l2_bytes)
+            add(COPY, copied, target=OF_COPY if name.startswith(MOVES) else None, past_l2=bytes_moved > l2_bytes)
+        elif name == SCAN[0]:
+            add(TRITON, pytorch.get(at, []), target=OF_TRITON)
+        elif name == SCAN[1]:
+            add("", [])
+            made += both_scans(workload, at, rounds, pytorch)
         else:
             add("", [])
     return made
+
+
+def scan_key(shape, name):
+    """Key of the other pass of a scan: shapes are printed with the pass's name before them."""
+    return name, re.sub(r"^Ssd(Fwd|Bwd)", "SsdFwd" if name == SCAN[0] else "SsdBwd", shape)
+
+
+def both_scans(workload, at, rounds, pytorch):
+    """Forward and backward together, as Triton's are timed."""
+    forward = scan_key(at[1], SCAN[0])
+    if not all(forward in r for r in rounds):
+        return []
+    ours = []
+    for r in rounds:
+        passes = r[forward], r[at]
+        total = sum(float(p["time_us"]) for p in passes)
+        # Rates of both: of each weighed by its time.
+        both = {c: sum(float(p[c]) * float(p["time_us"]) for p in passes) / total for c in ("tflops", "gb_per_s", "share_of_ceiling")}
+        ours.append(r[at] | both | {"time_us": total})
+    return [Line(workload, BOTH_SCANS, ours, TRITON, pytorch.get((BOTH_SCANS, at[1]), []), target=OF_TRITON)]
 
 
 def attention(workload, at, ours, forms, pytorch):

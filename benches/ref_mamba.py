@@ -1,6 +1,6 @@
 """Reference Mamba-2 layer times: Triton SSD kernels (forward + backward), eager and one graph.
 
-Needs the folder mamba_ssm/ops/triton of the mamba_ssm source package on PYTHONPATH, beside einops.
+Needs the folder mamba_ssm/ops/triton of the mamba_ssm source package (and mamba_ssm/utils/torch.py) on PYTHONPATH, beside einops.
 Set TRITON_CACHE_AUTOTUNING=1, or every process tunes again (a minute and more).
 usage: ref_mamba.py [WORKLOAD eager|full|compiled|scan]   (no argument: all, each in a process of its own)
 """

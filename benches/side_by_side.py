@@ -1,15 +1,19 @@
 """Both sides in turn on one GPU: mbperf's stack against the strongest PyTorch (benches/ref_torch.py, `best` and
-`best padded`: torch.compile, cuDNN attention, one graph).
+`best padded`: torch.compile, cuDNN attention, one graph; with experts the padded form, as ragged experts took 19.4 ms at 4096
+tokens and 3.08 at 512 where it took 18.8 and 2.78, on an H200).
 
 usage: side_by_side.py [--check] MBPERF OUT.csv [WORKLOAD ...]      --check: looks at the arguments and measures nothing
 
-The Mamba workloads (benches/ref_mamba.py, `compiled`: torch.compile with Triton's scan) run when they are named: they
-need the folder mamba_ssm/ops/triton of the package mamba_ssm, and einops, on PYTHONPATH.
+The Mamba workloads (benches/ref_mamba.py, `compiled`: torch.compile with Triton's scan) run when they are named (`all` names
+every workload): they need the folder mamba_ssm/ops/triton of the package mamba_ssm (and mamba_ssm/utils/torch.py, which that
+loads), and einops, on PYTHONPATH. Triton tunes its scan for a minute or two a size; TRITON_CACHE_AUTOTUNING=1 keeps that for the
+next process.
 
 mbperf's graph is timed in three forms, all against PyTorch's one graph: `graph`, everything on one stream as PyTorch's;
 `graph_overlap_wgrad`, weight gradients on a stream of their own (--overlap_wgrad); `graph_attention_default`, cuDNN's attention
 in the form that PyTorch uses, which may add in any order (mbperf's arms then need not agree in bits, and no equality is
-claimed). For each workload PyTorch's step is built and captured once and stays resident; then rounds of PyTorch, mbperf,
+claimed). `graph_reference_full`, of Mamba workloads: the first form against their layers without torch.compile, in one graph
+too (mode `full` of ref_mamba.py). For each workload PyTorch's step is built and captured once and stays resident; then rounds of PyTorch, mbperf,
 mbperf, PyTorch are timed, so that drift of clocks falls on both. A ratio is mbperf / PyTorch of one round; the interval is
 Student's t over the rounds' logarithms.
 
@@ -22,7 +26,7 @@ from side_by_side_figures import MAMBA, STACK, WORKLOADS, begin, gap_us, graph_g
 
 ROUNDS = 3
 # Modes of mbperf, and the PyTorch form that each is held against.
-MODES = {"eager": "eager", "graph": "graph", "graph_overlap_wgrad": "graph", "graph_attention_default": "graph"}
+MODES = {"eager": "eager", "graph": "graph", "graph_overlap_wgrad": "graph", "graph_attention_default": "graph", "graph_reference_full": "full"}
 COLUMNS = ["workload", "mode", "mbperf_ms", "reference_ms", "ratio", "ratio_ci95_low", "ratio_ci95_high", "mbperf_launches",
            "reference_kernels", "mbperf_gap_us_per_node", "reference_gap_us_per_node"]
 
@@ -42,7 +46,7 @@ def load(names):
 def torch_step(name, graph):
     """A step of the reference, and its kernels: ref_torch.run's setup, kept resident."""
     if name in MAMBA:
-        return mamba_step(name, graph)
+        return mamba_step(name, graph, True)
     ref.Moe.padded = "qwen" in name
     m, cfg = ref.build(name, sync=False)
     x = torch.randn(1, cfg["seq"], cfg["h"], dtype=ref.bf, device=ref.dev, requires_grad=True)
@@ -81,12 +85,12 @@ def torch_step(name, graph):
     return captured.replay
 
 
-def mamba_step(name, graph):
+def mamba_step(name, graph, compiled):
     """ref_mamba.full's setup, kept resident."""
     import ref_mamba
     s = torch.cuda.Stream()
     with torch.cuda.stream(s):
-        modules, step = ref_mamba.make(name, True)
+        modules, step = ref_mamba.make(name, compiled)
         for _ in range(3):
             step()
         torch.cuda.synchronize()
@@ -109,8 +113,10 @@ def mbperf_ms(binary, line):
     """Median step times and launches of mbperf, by mode."""
     one, two = times(binary, line), times(binary, line + " --overlap_wgrad")
     found = one | {"graph_overlap_wgrad": two["graph"]}
-    # Mamba's layers have no attention.
-    if "hybrid_override_pattern" not in line:
+    # Mamba's layers have no attention, and a second reference.
+    if "hybrid_override_pattern" in line:
+        found["graph_reference_full"] = found["graph"]
+    else:
         found["graph_attention_default"] = times(binary, line, unordered=True)["graph"]
     return found
 
@@ -143,6 +149,8 @@ def main():
         for name in names:
             line = f"{(WORKLOADS | MAMBA)[name]} {STACK}"
             steps = {"eager": torch_step(name, False), "graph": torch_step(name, True)}
+            if name in MAMBA:
+                steps["full"] = mamba_step(name, True, False)
             kernels = {mode: ref.kernels(step)[0] for mode, step in steps.items()}
             theirs, ours, launches = {mode: [] for mode in steps}, {mode: [] for mode in MODES}, {}
             for r in range(ROUNDS):

@@ -3,7 +3,7 @@
 # of them (pieces.csv), dropless experts against padded ones (dropless.csv), in one go.
 # usage: benches/side_by_side.sh [--check] [MBPERF [OUTPUT FOLDER [WORKLOAD ...]]]
 # Without a folder: results/mine; paths are from the repository's root, wherever it is called from. The workloads are those of
-# steps and pieces (benches/side_by_side.py); dropless has one of its own, whatever is named.
+# steps and pieces (benches/side_by_side.py; `all`: with those of Mamba layers); dropless has one of its own, whatever is named.
 # MBPERF_SECONDS=1, PIECES_TURNS=1: shorter, with wider intervals.
 # PARTS="pieces dropless": those alone, of: steps pieces dropless
 # --check: looks at arguments, variables and what Python has, as is done before every measurement, and measures nothing.

@@ -16,6 +16,8 @@ MAMBA = {
     "nemotron_3_nano": f"{NANO} -sl 8192",
     "nemotron_3_nano_s512": f"{NANO} -sl 512",
 }
+# Stands for every workload, those with Mamba layers too.
+ALL = "all"
 WORKLOADS = {
     "llama3_8b": f"{LLAMA} -sl 8192",
     "llama3_8b_s512": f"{LLAMA} -sl 512",
@@ -44,7 +46,9 @@ def begin(doc, named=True, modules=(), mamba_modules=()):
     if check:
         del sys.argv[1]
     binary, target, *names = command_line.arguments(doc, 2, None if named or check else 2)
-    command_line.known(names, WORKLOADS | MAMBA)
+    command_line.known(names, [*WORKLOADS, *MAMBA, ALL])
+    if ALL in names:
+        names = [*WORKLOADS, *MAMBA]
     # Both, whichever this script asks for: its caller has other scripts run too.
     seconds_of_a_run(), turns_of_pieces()
     command_line.runnable(binary)

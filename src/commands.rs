@@ -139,7 +139,7 @@ pub fn show(e: &ArgsError) -> ExitCode {
     ExitCode::from(e.exit_code())
 }
 
-/// The exit code of DESIGN 6 for a failure outside measuring.
+/// The exit code that README.md lists for a failure outside measuring.
 pub fn exit_code(failure: &anyhow::Error) -> u8 {
     if let Some(e) = failure.downcast_ref::<DeviceError>() {
         return measure::exit_code(e);

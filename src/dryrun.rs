@@ -55,6 +55,16 @@ fn name(x: impl serde::Serialize) -> String {
     serde_json::to_value(x).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
 }
 
+/// `1 pass`, `2 passes`.
+fn counted(n: &Value, what: &str) -> String {
+    let end = match (n.as_u64(), what.ends_with('s')) {
+        (Some(1), _) => "",
+        (_, true) => "es",
+        (_, false) => "s",
+    };
+    format!("{n} {what}{end}")
+}
+
 /// Repeated launches are a row of their own.
 fn pass_name(pass: Pass, recompute: bool) -> String {
     if recompute { "recompute".into() } else { name(pass) }
@@ -127,7 +137,8 @@ pub fn describe(plan: &RunPlan, cfg: &RunConfig) -> Value {
         "gflops": program.model_flops() / 1e9,
         "recompute": {
             "launches": repeated.len(),
-            "gflops": repeated.iter().map(|l| l.op.flops()).sum::<f64>() / 1e9,
+            // A sum of nothing is -0.
+            "gflops": repeated.iter().map(|l| l.op.flops()).sum::<f64>() / 1e9 + 0.0,
         },
         "parts": parts,
         "memory": memory(&plan.eager),
@@ -144,7 +155,7 @@ fn recompute(r: &Recompute) -> String {
             let n = r.num_layers.unwrap_or(0);
             match r.method.as_deref() {
                 Some("uniform") => format!("full, all layers in groups of {n}"),
-                _ => format!("full, the first {n} layers of the stage"),
+                _ => format!("full, the first {n} layers of the stage, as far as it has so many"),
             }
         }
         Some(_) if r.modules.is_empty() => "selective, no module".into(),
@@ -159,8 +170,10 @@ pub fn heading(cfg: &RunConfig, function: &str) -> String {
     let scope = if scope.is_empty() { "-".into() } else { scope.join(",") };
     let stage = pipeline(cfg).map_or(String::new(), |p| {
         format!(
-            " ({} model chunks, {} passes in flight, {} in the whole job)",
-            p["model_chunks"], p["in_flight"], p["in_flight_job"]
+            " ({}, {} in flight, {} in the whole job)",
+            counted(&p["model_chunks"], "model chunk"),
+            counted(&p["in_flight"], "pass"),
+            p["in_flight_job"]
         )
     });
     let states = random_states(cfg).map(|(state, offset)| format!("{} {offset}", state.name())).join(", ");
@@ -207,8 +220,8 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
         "{:<16}{:<10}{:>9}{:>13}{:>12}{:>11}",
         "part", "pass", "launches", "GFLOP", "MiB moved", "floor ms"
     );
-    let mut total = PartCost { floor_ms: Some(0.0), ..Default::default() };
-    let mut repeated = None;
+    let none = || PartCost { floor_ms: Some(0.0), ..Default::default() };
+    let (mut total, mut repeated) = (none(), none());
     for ((part, pass, recompute), c) in costs(program, gpu) {
         let floor = c.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
         let _ = writeln!(
@@ -220,31 +233,27 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
             c.flops / 1e9,
             c.bytes / MIB
         );
-        total.launches += c.launches;
-        if recompute {
-            *repeated.get_or_insert(0.0) += c.flops;
-        } else {
-            total.flops += c.flops;
+        for sum in [Some(&mut total), recompute.then_some(&mut repeated)].into_iter().flatten() {
+            sum.launches += c.launches;
+            sum.flops += c.flops;
+            sum.bytes += c.bytes;
+            sum.floor_ms = sum.floor_ms.zip(c.floor_ms).map(|(a, b)| a + b);
         }
-        total.bytes += c.bytes;
-        total.floor_ms = total.floor_ms.zip(c.floor_ms).map(|(a, b)| a + b);
     }
-    let floor = total.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
+    let mut sum = |label: &str, of: &PartCost| {
+        let floor = of.floor_ms.map_or("-".into(), |ms| format!("{ms:.3}"));
+        let (gflop, mib) = (of.flops / 1e9, of.bytes / MIB);
+        let _ = writeln!(out, "{label:<26}{:>9}{gflop:>13.1}{mib:>12.0}{floor:>11}", of.launches);
+    };
+    sum("all", &total);
+    if repeated.launches > 0 {
+        sum("  of them recompute", &repeated);
+    }
     let _ = writeln!(
         out,
-        "{:<26}{:>9}{:>13.1}{:>12.0}{floor:>11}",
-        "all",
-        total.launches,
-        total.flops / 1e9,
-        total.bytes / MIB
+        "Model FLOPs: {:.1} GFLOP, without recompute and what a backward computes again (scores, states).",
+        program.model_flops() / 1e9
     );
-    if let Some(flops) = repeated {
-        let _ = writeln!(
-            out,
-            "Recompute: {:.1} GFLOP more, which are no model FLOPs and not in the sum.",
-            flops / 1e9
-        );
-    }
     let _ = match total.floor_ms {
         Some(_) => writeln!(
             out,

@@ -12,7 +12,7 @@ use crate::report::{COLUMNS, Row, Value, file};
 use std::path::Path;
 use std::sync::Mutex;
 
-/// SIGINT and SIGTERM (DESIGN 6).
+/// SIGINT and SIGTERM.
 const INTERRUPTED: u8 = 130;
 
 /// Runs every job: one that fails is told and does not stop the others, an interruption does, and so does a device that

@@ -509,7 +509,7 @@ fn files_that_cannot_be_read_or_written_are_told() {
         ("phase.csv", "column phase"),
         ("wall.csv", "column wall_ms"),
         ("cut.csv", "cut.steps.csv: its last line is cut off"),
-        ("good.csv foreign.csv", "foreign.csv"),
+        ("good.csv half.csv", "half.csv"),
         ("phase.steps.csv", "give phase.csv"),
     ] {
         let message = fails(folder, &format!("report {files} -o page.html --xlsx book.xlsx"), 2);
@@ -536,6 +536,10 @@ fn files_that_cannot_be_read_or_written_are_told() {
             assert!(fails(folder, &format!("report good.csv {outputs}"), 1).contains("No space left"));
         }
     }
+    // A table of something else beside results is left out, as of a folder's *.csv, and that is said.
+    let output = run(folder, "report good.csv foreign.csv -o other.html");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("foreign.csv holds no results of mbperf: it is left out"));
     // Files beside it come with the others of a folder's *.csv; a page is replaced.
     write("good.steps.csv", steps_file("base-1", 3).as_bytes());
     for _ in 0..2 {

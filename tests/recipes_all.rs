@@ -2,8 +2,8 @@
 //!
 //! `tests/data/recipes_438.tsv` has one line a recipe: implementation and scope that are in force upstream (facts of
 //! Megatron-Bridge at 067f987, never rewritten here), and what mbperf makes of it: `plans`, `not_built` or `refused`, with
-//! the first reason; the same with `--run_dtype bf16` and without recompute, where the launches' FLOPs are compared with
-//! the model's. `MBPERF_BLESS=1 cargo test --test all recipes_all` writes the outcomes anew: read the difference.
+//! the first reason; the same with `--run_dtype bf16` and without recompute. With that, and with what is not built switched
+//! off, the launches' FLOPs are compared with the model's. `MBPERF_BLESS=1 cargo test --test all recipes_all` writes the outcomes anew: read the difference.
 
 use crate::common::{catalogue, model_flops::model_flops};
 use mbperf::args::{self, Command, impl_name};
@@ -60,8 +60,14 @@ fn program(r: &Resolved, line: &str) -> Result<(RankShare, Program), String> {
     Ok((share, program))
 }
 
-/// What moves activations out of the way.
-const WITHOUT_OFFLOAD: &str = "model.moe_paged_stash=false model.fine_grained_activation_offloading=false";
+/// What is not built of a recipe whose layers are, switched off for its FLOPs: activations moved out of the way, another
+/// optimizer than Adam, NCCL's user buffers, packed sequences, overlaps, Megatron's FSDP. None changes a launch's FLOPs.
+const SWITCHED_OFF: &str = "model.moe_paged_stash=false model.fine_grained_activation_offloading=false -ol 0 \
+                            optimizer.optimizer=adam --nccl_ub false --moe_a2a_overlap false --use_megatron_fsdp false";
+/// Of fine-tuning alone, whose recipes have the key.
+const UNPACKED: &str = "dataset.packed_sequence_specs.packed_sequence_size=null";
+/// Adapters (LoRA) are not built, nor their FLOPs: recipes of this task have no comparison.
+const ADAPTERS: &str = "peft";
 
 fn check_flops(r: &Resolved, line: &str) -> Result<(), String> {
     if !r.config.not_built.is_empty() {
@@ -102,12 +108,11 @@ fn judge(recipe: &Recipe, expected: &[&str]) -> Result<String, String> {
     let bf16 = format!("{line} --run_dtype bf16 model.recompute_granularity=null");
     let plain = resolved(&bf16);
     if let Ok(r) = &plain
-        && r.config.not_built.is_empty()
+        && recipe.task != ADAPTERS
     {
-        check_flops(r, &bf16)?;
-    } else if recipe.model.starts_with("deepseek_v4") {
-        // Only what keeps saved activations elsewhere is not built.
-        let line = format!("{bf16} {WITHOUT_OFFLOAD}");
+        let built = r.config.not_built.is_empty();
+        let unpacked = if recipe.task == "pretrain" { "" } else { UNPACKED };
+        let line = if built { bf16 } else { format!("{bf16} {SWITCHED_OFF} {unpacked}") };
         let r = resolved(&line).map_err(|e| format!("{line}: {e}"))?;
         check_flops(&r, &line)?;
     }

@@ -275,6 +275,12 @@ fn pairs() -> Vec<Pair> {
         pair("R38", LLAMA, "--recompute_modules mlpp", "--recompute_modules mlp"),
         pair("R38", LLAMA, "--recompute_modules mla_up_proj", "--recompute_modules core_attn"),
         pair("R38", LLAMA, "--recompute_modules gdn_norm_out", "--recompute_modules gdp_qkv"),
+        pair(
+            "R38",
+            LLAMA,
+            "model.recompute_granularity=selective model.recompute_num_layers=2",
+            "model.recompute_granularity=selective",
+        ),
         pair("R38", LLAMA, "--recompute_modules mhc", "--recompute_modules layernorm"),
         pair("R38b", LLAMA, "model.recompute_granularity=full", "model.recompute_granularity=selective"),
         pair(

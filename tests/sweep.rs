@@ -2,6 +2,7 @@
 
 use crate::common::binary::{self, cell, records, run, text};
 use crate::common::pages::page;
+use serde_json::Value;
 use tempfile::tempdir;
 
 const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
@@ -14,6 +15,7 @@ fn planned(line: &str) -> Vec<String> {
     let output = run(dir.path(), &format!("{line} --sweep --dryrun"));
     assert_eq!(output.status.code(), Some(0), "{line}\n{}", text(&output.stderr));
     let list = text(&output.stdout);
+    let list: String = list.lines().filter(|l| !l.starts_with("not ")).map(|l| format!("{l}\n")).collect();
     let scopes = list.lines().skip(1).map(|l| l.rsplit_once("  ").unwrap().0.trim().to_owned());
     let shares: Vec<f64> =
         list.lines().skip(1).map(|l| l.split_whitespace().rev().nth(6).unwrap().parse().unwrap()).collect();
@@ -38,6 +40,46 @@ fn every_legal_scope_is_tried_once() {
     );
     let hybrid = planned(NANO);
     assert!(hybrid.contains(&"mamba".to_owned()) && hybrid.contains(&"attn,mamba".to_owned()), "{hybrid:?}");
+}
+
+#[test]
+fn a_plan_says_what_is_left_out_and_why() {
+    let dir = tempdir().unwrap();
+    let of = |line: &str| run(dir.path(), &format!("{line} --sweep --dryrun"));
+    // The recipe recomputes experts, which the router's graph does not go with.
+    let list = text(&of(NANO).stdout);
+    assert!(list.lines().any(|l| l.starts_with("not moe_router; ") && l.contains(": R34: ")), "{list}");
+    // Parts that the model has not are no loss.
+    assert!(!list.contains("R29"), "{list}");
+    let described: Value = serde_json::from_slice(&of(&format!("{NANO} --format json")).stdout).unwrap();
+    assert_eq!(described["scopes"][0]["scope"], "attn");
+    let refused = described["refused"].as_array().unwrap();
+    assert!(refused.iter().any(|r| r["scope"] == "moe_router" && r["rule"] == "R34"), "{described}");
+    // Where nothing is legal: what most scopes have in common, not what is wrong with the first.
+    let output = of(&format!("{QWEN} --use_tokendrop true"));
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains(" for this reason: R19: "), "{said}");
+}
+
+#[test]
+fn the_recommendation_is_an_object_too() {
+    let dir = tempdir().unwrap();
+    let line = format!("{LLAMA} --device cpu -ms 6 --num_layers 1 -sl 16 --vocab_size 64 -cp 1 --sweep -o x.csv --format json");
+    for more in ["", " --resume"] {
+        let output = run(dir.path(), &format!("{line}{more}"));
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        let said: Vec<Value> =
+            text(&output.stdout).lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        let (sweep, runs) = said.split_last().unwrap();
+        assert!(runs.len() == 4 && runs.iter().all(|r| r["rows"].is_array()), "{said:?}");
+        let sweep = &sweep["sweep"];
+        let scopes: Vec<&str> =
+            sweep["scopes"].as_array().unwrap().iter().map(|s| s["scope"].as_str().unwrap()).collect();
+        assert_eq!(scopes, ["mlp", "attn", "attn,mlp", "full_iteration"]);
+        assert_eq!((&sweep["recommended"], &sweep["without_row"]), (&Value::Null, &Value::from(0)));
+        assert!(sweep["said"][0].as_str().unwrap().starts_with("Recommended: nothing: "), "{sweep}");
+    }
 }
 
 #[test]

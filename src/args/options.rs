@@ -323,7 +323,7 @@ pub struct Mbperf {
     /// Where to run: cuda, cpu, or auto (cuda, and cpu where there is no driver or no GPU)
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub device: DeviceChoice,
-    /// Form of the result: text is a table on standard error, json one object on standard output
+    /// Form of the result: text is a table on standard error, json an object a run on standard output, after those of a sweep one with its recommendation
     #[arg(long, value_name = "FORM", default_value = "text")]
     pub format: Format,
     /// CSV file that rows are appended to, `-` for standard output. Left out: results/RECIPE_GPU_DTYPE.csv

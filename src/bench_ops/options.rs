@@ -45,13 +45,13 @@ fn idle(args: &Args) -> Vec<String> {
 }
 
 /// # Errors
-/// An option that would change nothing (exit 2).
+/// An option that ops have no use for (exit 2).
 pub fn check(args: &Args) -> Result<(), Usage> {
     match &idle(args)[..] {
         [] => Ok(()),
         names => Err(Usage(format!(
-            "ops: {} would change nothing here: ops are timed one by one and listed on standard output. Leave {} out \
-             (`mbperf -m ...` without `ops` runs the step)",
+            "ops: {} is not for it: ops are timed on a GPU one by one and listed on standard output (--format text or csv). Leave {} \
+             out (`mbperf -m ...` without `ops` runs or plans the step)",
             names.join(", "),
             if names.len() == 1 { "it" } else { "them" }
         ))),
@@ -88,7 +88,7 @@ mod tests {
             ("--aa eager --repeat 2 --strict", "--aa, --repeat, --strict"),
         ] {
             let said = check(more).unwrap_err();
-            assert!(said.starts_with(&format!("ops: {name} would change nothing")), "{more}: {said}");
+            assert!(said.starts_with(&format!("ops: {name} is not for it")), "{more}: {said}");
         }
     }
 }

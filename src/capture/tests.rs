@@ -273,9 +273,22 @@ fn scopes_of_a_hybrid_name_one_layer_kind_each() {
     assert!(moe.contains(&format!("G {ROUTER_F} moe_sort gather_rows")), "{moe:?}");
     let arm = plan(program(&cfg), &cfg.graph, 1).unwrap().graph.unwrap();
     assert_eq!(arm.graphs(), 8, "four layers, two passes");
-    let whole = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Attn, Mamba]);
-    let arm = plan(program(&whole), &whole.graph, 1).unwrap().graph.unwrap();
+    let two = with_graphs(hybrid(), GraphImpl::TransformerEngine, &[Attn, Mamba]);
+    let arm = plan(program(&two), &two.graph, 1).unwrap().graph.unwrap();
     assert_eq!(arm.graphs(), 4);
+}
+
+#[test]
+fn a_whole_layer_of_a_hybrid_is_one_graph_a_pass() {
+    let mut cfg = hybrid();
+    cfg.model.moe = padded().model.moe;
+    let cfg = with_graphs(cfg, GraphImpl::TransformerEngine, &[]);
+    for layer in 0..4 {
+        let graphs: Vec<String> = story(&cfg, 0, layer).into_iter().filter(|s| s.starts_with('G')).collect();
+        assert_eq!(graphs.len(), 2, "layer {layer}: {graphs:?}");
+    }
+    let arm = plan(program(&cfg), &cfg.graph, 1).unwrap().graph.unwrap();
+    assert_eq!((arm.graphs(), arm.replays()), (8, 16), "four layers, two passes, two micro-batches");
 }
 
 /// Modules that the backward pass runs again.

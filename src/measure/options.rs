@@ -53,10 +53,10 @@ pub struct Options {
     pub device_spin: f64,
 }
 
-/// DESIGN 5.
+/// Enough for the eight pairs that an interval needs, up to steps of a second or so.
 pub const DEFAULT_MAX_TIME_S: f64 = 20.0;
 /// Eight pairs of steps of 2.4 s (of 1.7 s where the host is the limit) fit into a minute. Longer steps stay at the
-/// default time, undecided: a user would not wait for so little. It is also DESIGN 2's bound of a whole run, which a
+/// default time, undecided: a user would not wait for so little. It also bounds a whole run, which a
 /// run of 48 layers keeps: its steps of half a second need no more than the default.
 pub const LONGEST_MAX_TIME_S: f64 = 60.0;
 /// The CPU device proves that the flow works; its times are no result.

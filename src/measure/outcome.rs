@@ -187,7 +187,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// The exit code of DESIGN 6.
+    /// The exit code that README.md lists.
     pub fn exit_code(&self) -> u8 {
         match self {
             Status::Ok => 0,

@@ -44,7 +44,7 @@ pub enum UsageError {
     #[error(transparent)]
     Share(#[from] ShareError),
     /// The configuration is legal, but there is no code for it: a dry run passes, a run does not.
-    #[error("{recipe} cannot be run yet: {}; --dryrun explains it", reasons.join("; "))]
+    #[error("{recipe} cannot be run yet: {}; a plain --dryrun explains it", reasons.join("; "))]
     NotBuilt { recipe: String, reasons: Vec<String> },
 }
 

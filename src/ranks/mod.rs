@@ -1,4 +1,4 @@
-//! Several processes, one a GPU (DESIGN 8).
+//! Several processes, one a GPU.
 //!
 //! - [`launch`]: who starts them, by which variables.
 //! - [`rendezvous`]: how they find each other, and who is missing.

@@ -1,6 +1,7 @@
 //! The recommendation of a sweep: the narrowest scope whose gain no wider one beats beyond the margin.
 
 use super::columns::{self, Value};
+use serde_json::json;
 
 /// Eager over graph time, with its 95 % interval.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -219,6 +220,34 @@ pub fn render(tried: &[Tried], margin: f64) -> String {
         out.push('\n');
     }
     out
+}
+
+/// The same for a program: of `scopes` that were to be tried.
+pub fn described(tried: &[Tried], scopes: usize, margin: f64) -> serde_json::Value {
+    // An interval's end that is not known is null: JSON has no infinity.
+    let gain = |g: &Option<Gain>| g.as_ref().map(|g| json!({ "speedup": g.speedup, "low": g.low, "high": g.high }));
+    let chosen = |gain: fn(&Tried) -> Option<Gain>| {
+        let gains: Vec<Option<Gain>> = tried.iter().map(gain).collect();
+        match recommend(&gains, margin) {
+            Advice::Scope(at) => json!(tried[at].scope),
+            Advice::Eager => json!("none"),
+            Advice::Unknown(_) => serde_json::Value::Null,
+        }
+    };
+    let lines: Vec<_> = tried
+        .iter()
+        .map(|t| {
+            json!({
+                "scope": t.scope, "captured_fraction": t.captured, "status": t.status, "status_reason": t.reason,
+                "verdict": t.verdict, "arms_in_turn": t.in_turn, "bare": gain(&t.gain), "modelled": gain(&t.modelled),
+                "mib_over_eager": t.more_memory_mib,
+            })
+        })
+        .collect();
+    json!({
+        "scopes": lines, "without_row": scopes - tried.len().min(scopes), "margin": margin,
+        "recommended": chosen(|t| t.gain), "recommended_modelled": chosen(|t| t.modelled), "said": sentences(tried, margin),
+    })
 }
 
 /// Why there is no speedup at all.

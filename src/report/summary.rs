@@ -60,11 +60,22 @@ const SHOWN: [(&str, &str); 17] = [
     ("loss of its own last step", "loss_last"),
 ];
 
+/// A cell for a person: six significant digits of a fraction, where the file has nine.
+fn shown(cell: &str) -> String {
+    match cell.parse::<f64>() {
+        Ok(x) if cell.contains('.') && x != 0.0 => {
+            let decimals = (5 - x.abs().log10().floor() as i32).clamp(0, 9) as usize;
+            number(format!("{x:.decimals$}").parse().unwrap_or(x))
+        }
+        _ => cell.to_owned(),
+    }
+}
+
 /// One line a figure, one column an arm; figures that no arm has are left out.
 fn table(rows: &[Row]) -> Vec<String> {
     let cell = |row: &Row, name: &str| {
         let column = super::COLUMNS.iter().find(|c| c.name == name);
-        column.map_or(String::new(), |c| (c.value)(row).cell())
+        column.map_or(String::new(), |c| shown(&(c.value)(row).cell()))
     };
     let label = |row: &Row| row.aa.map_or(row.arm_name.to_string(), |aa| format!("{} {aa}", row.arm_name));
     let mut lines =

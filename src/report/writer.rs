@@ -37,7 +37,7 @@ pub enum OutputError {
 }
 
 impl OutputError {
-    /// The exit code of DESIGN 6.
+    /// The exit code that README.md lists.
     pub fn exit_code(&self) -> u8 {
         match self {
             OutputError::Refused { .. } => 2,

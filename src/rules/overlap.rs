@@ -68,7 +68,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         id: "R33",
         wrong: "full recompute with graphs other than full_iteration",
-        remedy: "Take --recompute_modules in its place, or --cuda_graph_impl local --cuda_graph_scope full_iteration.",
+        remedy: "Take --recompute_modules in its place, or no recompute (model.recompute_granularity=null), or --cuda_graph_impl none, or \
+                 --cuda_graph_impl local --cuda_graph_scope full_iteration (dropless experts are not for that).",
         broken: |e| {
             when(e.graphs() && !e.full_iteration() && e.full_recompute(), || {
                 let n = e.values.int("model.recompute_num_layers").unwrap_or(0);
@@ -133,8 +134,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         id: "R38",
         wrong: "a selective recompute that does not fit the model",
-        remedy: "Name modules that the model has: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts, gdn_norm_out, mhc; \
-                 without a layer count.",
+        remedy: "Name modules that the model has, out of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts, gdn_norm_out, \
+                 gdp_in_proj, gdp_qkv and mhc, without a layer count; model.recompute_granularity=null is no recompute.",
         broken: |e| {
             let modules = e.recomputed();
             if let Some(unknown) = modules.iter().find(|m| !RECOMPUTABLE.contains(m)) {
@@ -143,7 +144,8 @@ pub const RULES: &[Rule] = &[
                     crate::keys::short(unknown)
                 ));
             }
-            let count = e.values.int("model.recompute_num_layers").filter(|_| !modules.is_empty());
+            let selective = e.values.text("model.recompute_granularity") == Some("selective");
+            let count = e.values.int("model.recompute_num_layers").filter(|_| selective);
             let lacks = [
                 (count.is_some(), "model.recompute_num_layers is for full recompute only"),
                 (

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// SIGINT and SIGTERM (DESIGN 6).
+/// SIGINT and SIGTERM.
 pub(super) const INTERRUPTED: i32 = 130;
 /// What a step and the files may take after the signal. Docker kills ten seconds after its SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);

@@ -13,7 +13,7 @@ use crate::report::writer::beside;
 use crate::report::{RunFacts, Writer, file};
 use std::path::PathBuf;
 
-/// No device or library (DESIGN 6).
+/// No device or library.
 const NO_LIBRARY: u8 = 3;
 
 /// Before anything starts: whether there is somebody who records.

@@ -2,14 +2,15 @@
 
 use super::interrupt::Interrupt;
 use super::{alone, check, one, plan, say, say_notices, target, usage};
-use crate::args::{Args, ScopeList, impl_name};
+use crate::args::{Args, Format, ScopeList, impl_name};
 use crate::capture::RunPlan;
 use crate::config::{GraphImpl, Scope};
 use crate::overrides::{self, Resolved};
 use crate::recipe::Catalogue;
-use crate::report::recommend::{Tried, render};
+use crate::report::recommend::{Tried, described, render};
 use crate::report::xlsx::Book;
 use crate::sweep;
+use serde_json::json;
 use std::collections::HashSet;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -31,6 +32,8 @@ const SETS: &[(GraphImpl, &[Scope])] = &[
     (TransformerEngine, &[Moe]),
     (TransformerEngine, &[Attn, Mlp]),
     (TransformerEngine, &[Attn, Mamba]),
+    (TransformerEngine, &[Mamba, Mlp]),
+    (TransformerEngine, &[Mamba, MoeRouter]),
     (TransformerEngine, &[Attn, MoeRouter]),
     (TransformerEngine, &[Attn, MoeRouter, MoePreprocess]),
     (TransformerEngine, &[Attn, Mamba, MoeRouter]),
@@ -39,6 +42,9 @@ const SETS: &[(GraphImpl, &[Scope])] = &[
     (TransformerEngine, &[]),
     (Local, &[FullIteration]),
 ];
+
+/// Rules that are broken where no layer of the model has the part (no experts, experts alone, no Mamba): such a scope is no loss.
+const NO_SUCH_PART: [&str; 3] = ["R28", "R29", "R57"];
 
 /// One run of the sweep.
 struct Job {
@@ -82,10 +88,32 @@ pub(super) fn captured(plan: &RunPlan) -> (Vec<bool>, f64) {
     (held, share)
 }
 
-/// The legal scopes of this model, narrowest first.
-fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
+/// A scope that a rule or the model's layers forbid, and why.
+struct Refused {
+    scope: String,
+    rule: Option<&'static str>,
+    why: String,
+}
+
+/// The reason that most of the scopes have in common: of others each is about its own scope alone.
+fn commonest(refused: &[Refused]) -> Option<&Refused> {
+    // Of equals the first.
+    refused.iter().rev().max_by_key(|r| alike(refused, r))
+}
+
+fn alike(refused: &[Refused], to: &Refused) -> usize {
+    refused.iter().filter(|other| other.rule == to.rule).count()
+}
+
+fn scope_name(scope: &[Scope]) -> String {
+    let names: Vec<&str> = scope.iter().map(|s| s.name()).collect();
+    if names.is_empty() { "whole layer".to_owned() } else { names.join(",") }
+}
+
+/// The legal scopes of this model, narrowest first, and the others.
+fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<(Vec<Job>, Vec<Refused>)> {
     let mut jobs: Vec<Job> = Vec::new();
-    let mut refused: Vec<String> = Vec::new();
+    let mut refused: Vec<Refused> = Vec::new();
     // By implementation and captured launches: two names of one set are one run.
     let mut seen: HashSet<(bool, Vec<bool>)> = HashSet::new();
     for (implementation, scope) in SETS {
@@ -93,7 +121,7 @@ fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
         let resolved = match overrides::resolve(&own, catalogue, &|name| std::env::var(name).ok()) {
             Ok(resolved) => resolved,
             Err(e) => {
-                refused.push(e.to_string());
+                refused.push(Refused { scope: scope_name(scope), rule: e.rule(), why: e.to_string() });
                 continue;
             }
         };
@@ -105,19 +133,49 @@ fn jobs(args: &Args, catalogue: &Catalogue) -> anyhow::Result<Vec<Job>> {
         if !held.contains(&true) || !seen.insert((graph.implementation == Local, held)) {
             continue;
         }
-        let names: Vec<&str> = graph.scope.iter().map(|s| s.name()).collect();
-        let scope = if names.is_empty() { "whole layer".to_owned() } else { names.join(",") };
+        let scope = scope_name(&graph.scope);
         jobs.push(Job { args: own, resolved, scope, captured: share });
     }
     if jobs.is_empty() {
-        let why = refused.first().map_or("no scope holds a launch of it", String::as_str);
+        let why = match commonest(&refused) {
+            Some(r) => format!("{} of {} for this reason: {}", alike(&refused, r), SETS.len(), r.why),
+            None => "none holds a launch of it".into(),
+        };
         return Err(usage(&format!("--sweep: no scope is legal for this model: {why}")));
     }
     jobs.sort_by(|a, b| a.captured.total_cmp(&b.captured));
     // A profiler slows down all that follows it in the process.
     let last = jobs.len() - 1;
     jobs[..last].iter_mut().for_each(|job| job.args.mbperf.no_profile = true);
-    Ok(jobs)
+    Ok((jobs, refused))
+}
+
+/// `--sweep --dryrun`: what would be run, and what not, with the rule that forbids it.
+fn plan_of(jobs: &[Job], refused: &[Refused], format: Format) -> String {
+    if format == Format::Json {
+        let scopes: Vec<_> =
+            jobs.iter().map(|j| json!({ "scope": j.scope, "captured_fraction": j.captured })).collect();
+        let refused: Vec<_> =
+            refused.iter().map(|r| json!({ "scope": r.scope, "rule": r.rule, "reason": r.why })).collect();
+        return json!({ "scopes": scopes, "refused": refused }).to_string() + "\n";
+    }
+    let mut text = String::from("What --sweep would run, narrowest first:\n");
+    for job in jobs {
+        text += &format!("{:<40}{:>4.0} % of the launches in graphs\n", job.scope, job.captured * 100.0);
+    }
+    let lost = refused.iter().filter(|r| !r.rule.is_some_and(|rule| NO_SUCH_PART.contains(&rule)));
+    // A line a reason, as its first scope has it.
+    let mut reasons: Vec<(&Refused, Vec<&str>)> = Vec::new();
+    for r in lost {
+        match reasons.iter_mut().find(|(first, _)| first.rule == r.rule) {
+            Some((_, scopes)) => scopes.push(&r.scope),
+            None => reasons.push((r, vec![&r.scope])),
+        }
+    }
+    for (first, scopes) in reasons {
+        text += &format!("not {}: {}\n", scopes.join("; "), first.why.replace('\n', ""));
+    }
+    text
 }
 
 /// Runs the sweep. A scope that fails does not stop the others.
@@ -141,15 +199,12 @@ pub(super) fn run(
     if let Some((name, _)) = clash.iter().find(|(_, given)| *given) {
         return Err(usage(&format!("--sweep runs every legal scope once: leave {name} out")));
     }
-    let jobs = jobs(args, catalogue)?;
+    let (jobs, refused) = jobs(args, catalogue)?;
     if let Some(first) = jobs.first() {
         check(&first.resolved, args)?;
     }
     if args.general.dryrun {
-        let mut text = String::from("What --sweep would run, narrowest first:\n");
-        for job in &jobs {
-            text += &format!("{:<40}{:>4.0} % of the launches in graphs\n", job.scope, job.captured * 100.0);
-        }
+        let text = plan_of(&jobs, &refused, own.format);
         return match std::io::stdout().lock().write_all(text.as_bytes()) {
             Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(e.into()),
             _ => Ok(0),
@@ -167,7 +222,10 @@ pub(super) fn run(
     let scopes = jobs.len();
     let (code, tried) =
         sweep::tried(jobs, &book, |job| one(job.resolved, &job.args, interrupt, Some(&book), None));
-    if own.format != crate::args::Format::Json {
+    if own.format == Format::Json {
+        let said = json!({ "sweep": described(&tried, scopes, own.margin) });
+        writeln!(std::io::stdout().lock(), "{said}")?;
+    } else {
         say(args, &format!("\n{}", told(&tried, scopes, own.margin).trim_end()));
     }
     Ok(code)

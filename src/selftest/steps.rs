@@ -99,7 +99,12 @@ fn equal_in_every_scope(log: &mut Log, options: &CudaOptions, count: usize) {
             ),
         ),
         ("hybrid with tensor parallelism", format!("{HYBRID} --cuda_graph_scope attn,mamba")),
-        ("hybrid whole layer", format!("{HYBRID} --cuda_graph_impl transformer_engine")),
+        // Without a scope on the command line the recipe's would stay (R10).
+        ("hybrid whole layer", format!("{HYBRID} --cuda_graph_impl transformer_engine model.cuda_graph_scope=[]")),
+        (
+            "hybrid whole layer, padded experts",
+            format!("{NANO} {PADDED} --cuda_graph_impl transformer_engine model.cuda_graph_scope=[]"),
+        ),
         (
             "pipeline, first of four stages",
             format!("{LLAMA} -pp 4 -cp 1 --max_microbatches 5 --cuda_graph_scope attn,mlp {DROPOUT}"),

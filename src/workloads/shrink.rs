@@ -2,7 +2,7 @@
 
 use crate::config::{LayerKind, RunConfig};
 
-/// Limits of the small model (DESIGN 4). Heads, widths and groups follow from the same budget: a step in
+/// Limits of the small model. Heads, widths and groups follow from the same budget: a step in
 /// well under a second on two cores.
 const HIDDEN: usize = 256;
 const SEQUENCE: usize = 128;
@@ -204,7 +204,7 @@ fn summary(cfg: &RunConfig) -> String {
     let p = &cfg.parallel;
     let experts = m.moe.as_ref().map_or(String::new(), |e| format!(", {} experts", e.num_experts));
     format!(
-        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} vp {} cp {} ep {} dp {}",
+        "{} layers, hidden {}, {} heads, sequence {}, vocabulary {}{experts}, tp {} pp {} (rank {}) vp {} cp {} ep {} dp {}",
         m.layers.len(),
         m.hidden_size,
         m.num_attention_heads,
@@ -212,6 +212,7 @@ fn summary(cfg: &RunConfig) -> String {
         m.vocab_size,
         p.tp,
         p.pp,
+        p.pp_rank,
         p.vp,
         p.cp,
         p.ep,

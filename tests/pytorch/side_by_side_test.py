@@ -192,9 +192,24 @@ class Pieces(unittest.TestCase):
         self.assertEqual([f["reference"] for f in table([[row("attention_fwd", 10.0, ATTENTION)]])],
                          ["cudnn deterministic by mbperf", "cudnn default by pytorch"])
 
+    def test_a_scan_is_held_against_tritons(self):
+        shape = "{} {{ shape: SsdShape {{ batch: 1, seq: 512, heads: 64, head_dim: 64, groups: 8, state: 128, chunk: 128 }} }}"
+        forward, backward = ("ssd_fwd", shape.format("SsdFwd")), ("ssd_bwd", shape.format("SsdBwd"))
+        ours = [[row(*forward[:1], 10.0, forward[1], tflops="100"), row(*backward[:1], 30.0, backward[1], tflops="300")]]
+        triton = {forward: [12.0], (pieces.BOTH_SCANS, backward[1]): [44.0]}
+        found = table(ours, pytorch=triton)
+        self.assertEqual([(f["piece"], f["reference"], f["mbperf_us"], f["ratio"], f["met"], f["tflops"]) for f in found], [
+            ("ssd_fwd", "triton", "10.000", "1.2000", "true", "100.00"), ("ssd_bwd", "", "30.000", "", "", "300.00"),
+            ("ssd_fwd+ssd_bwd", "triton", "40.000", "1.1000", "false", "250.00")])
+        self.assertEqual([f["met"] for f in table(ours)], ["", "", ""])
+        f = pieces.fields(backward[1])
+        self.assertEqual([f[n] for n in ("batch", "seq", "heads", "head_dim", "groups", "state", "chunk")], [1, 512, 64, 64, 8, 128, 128])
+
     def test_other_pieces_have_a_line_and_no_bound(self):
         line = table([[row("router_fwd", 5.0)]])[0]
         self.assertEqual((line["piece"], line["target"], line["met"], line["mbperf_us"]), ("router_fwd", "", "", "5.000"))
+        line = table([[row("mamba_conv_bwd", 25.0, bytes="80000000")]])[0]
+        self.assertEqual((line["reference"], line["ratio"], line["target"], line["met"]), (pieces.COPY, "0.8000", "", ""))
 
 
 class Scripts(unittest.TestCase):
@@ -226,7 +241,7 @@ class Scripts(unittest.TestCase):
                 ref = mock.MagicMock()
                 ref.kernels.return_value = (10, 1.0)
                 for name, stub in (("load", mock.Mock()), ("torch", torch), ("ref", ref), ("torch_step", mock.Mock()),
-                                   ("torch_ms", lambda step: 2.0), ("torch_gap", lambda step: "1"), ("ref_context", mock.MagicMock())):
+                                   ("mamba_step", mock.Mock()), ("torch_ms", lambda step: 2.0), ("torch_gap", lambda step: "1"), ("ref_context", mock.MagicMock())):
                     stack.enter_context(mock.patch.object(module, name, stub, create=True))
             try:
                 module.main()
@@ -254,6 +269,16 @@ class Scripts(unittest.TestCase):
         self.assertEqual(code, 0, said)
         self.assertTrue([line for line in fake.lines() if "ops attention" in line and "--attention_backend own" in line])
         self.assertFalse(os.path.exists(self.out + ".new"))
+
+    def test_steps_of_mamba_layers_have_two_references(self):
+        code, said = self.ended(side_by_side, Fake(self.folder).path, self.out, "all")
+        self.assertEqual((code, said), (0, ""))
+        self.assertEqual(self.workloads(self.out), [*figures.WORKLOADS, *figures.MAMBA])
+        modes = lambda name: [line.split(",")[1] for line in self.kept().splitlines() if line.startswith(name + ",")]
+        plain = ["eager", "graph", "graph_overlap_wgrad"]
+        self.assertEqual(modes("llama3_8b"), [*plain, "graph_attention_default"])
+        for name in figures.MAMBA:
+            self.assertEqual(modes(name), [*plain, "graph_reference_full"])
 
     def test_what_is_wrong_is_said_before_anything_is_measured(self):
         fake = Fake(self.folder)

@@ -26,7 +26,7 @@ use read::Record;
 use serde::Serialize;
 use std::collections::{HashMap, HashSet};
 
-/// Exit codes that `compare` alone has (DESIGN 6).
+/// Exit codes that `compare` alone has.
 pub const EXIT_REGRESSION: u8 = 10;
 pub const EXIT_UNDECIDED: u8 = 11;
 pub const EXIT_CANNOT_COMPARE: u8 = 12;

@@ -93,6 +93,14 @@ impl Record {
 /// Columns without which a row cannot be placed; the others may be absent and then count as empty.
 const NEEDED: [&str; 5] = ["schema_version", "run_id", "status", "model_recipe", "arm"];
 
+/// Whether the file is a table of something else: a first line that has none of the columns without which a row cannot be placed.
+pub fn is_other_table(source: &Source) -> bool {
+    let Ok(bytes) = source.bytes.as_ref() else { return false };
+    let mut reader = csv::ReaderBuilder::new().delimiter(Dialect::of(bytes).separator()).from_reader(bytes.as_slice());
+    let header = reader.headers().ok().filter(|h| h.len() > 1);
+    header.is_some_and(|h| !NEEDED.iter().any(|needed| h.iter().any(|column| column == *needed)))
+}
+
 /// All rows of a file that holds at least one.
 ///
 /// # Errors

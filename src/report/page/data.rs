@@ -73,6 +73,17 @@ impl Input {
             }
             taken.push(path);
         }
+        // Of several files, as `results/*.csv` names them, tables of something else are left out; alone one is refused.
+        let other = |path: &&PathBuf| {
+            let name = path.display().to_string();
+            read::is_other_table(&Source { name, bytes: file::read(path).map_err(|e| e.to_string()) })
+        };
+        let (others, results): (Vec<&PathBuf>, Vec<&PathBuf>) = taken.iter().copied().partition(other);
+        if !results.is_empty() {
+            let left_out = others.iter().map(|path| format!("{} holds no results of mbperf: it is left out", path.display()));
+            input.notes.extend(left_out);
+            taken = results;
+        }
         let names = short_names(&taken);
         for (path, name) in taken.into_iter().zip(names) {
             let file = FileData::read(path, name, whole, &mut input.notes)?;

@@ -164,12 +164,13 @@ fn of_run(run: &Run) -> Vec<String> {
         add("What a Python framework gains: issuing a launch from mbperf costs a few microseconds, from a framework many times that; this gain is a lower bound for it. --host_model pytorch estimates it.".into());
     }
     if run.cell("comm") == "stand_in" {
-        add("What the network costs: collectives were stand-ins, copies on this GPU; for the whole job the gain is an upper bound.".into());
+        let place = if on_gpu { "on this GPU" } else { "in memory" };
+        add(format!("What the network costs: collectives were stand-ins, copies {place}; for the whole job the gain is an upper bound."));
     }
     let approximations = run.cell("approximations");
     if !approximations.is_empty() {
         add(format!(
-            "What the recipe's own form would take of: {} (run in simpler form).",
+            "What the step would take with {} as the recipe has it: a simpler form was run.",
             approximations.replace('+', ", ")
         ));
     }
