@@ -29,6 +29,14 @@ seconds_in() {
     [[ -z ${!1:-} || ${!1} =~ ^[0-9]+(\.[0-9]+)?$ && ${!1} =~ [1-9] ]] ||
         refuse "$1=${!1}: a number of seconds above 0 is needed, such as 2 or 0.5"
 }
+# Of a variable that switches: 1 is on; unset, empty and 0 are off.
+switch_in() {
+    case ${!1:-} in
+        '' | 0) unset "$1" ;;
+        1) ;;
+        *) refuse "$1=${!1}: 1 or nothing is needed" ;;
+    esac
+}
 # `mbperf` runs, and `out` is a folder that takes files. Paths are from the repository's root.
 begin() {
     "$mbperf" --version </dev/null >/dev/null 2>&1 || refuse "mbperf cannot be run: $mbperf --version: exit $? (in $PWD)"

@@ -61,7 +61,8 @@ referee_part() {
         dump ${device}_qwen3_dropless_own_routing $QWEN --num_layers 2 --device $device model.moe_router_force_load_balancing=false
         dump ${device}_qwen3_padded $QWEN --num_layers 2 --device $device $PADDED --cuda_graph_impl none
         dump ${device}_nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100 --num_layers 4 model.hybrid_override_pattern=ME*M --device $device
-        dump ${device}_deepseek_v3 -m deepseek -mr deepseek_v3 -g h100 $LATENT --num_layers 2 --device $device
+        dump ${device}_nemotron_3_super -m nemotronh -mr nemotron_3_super -g h100 -c bf16 -tp 1 -pp 1 --num_layers 4 model.hybrid_override_pattern=ME*E --device $device
+        dump ${device}_deepseek_v3 -m deepseek -mr deepseek_v3 -g h100 ${LATENT/mtp_num_layers=0/mtp_num_layers=1} --num_layers 2 --device $device
         dump ${device}_kimi_k2 -m kimi -mr kimi_k2 -g h100 $LATENT --num_layers 2 --device $device
         dump ${device}_gpt_oss_120b $OSS --num_layers 2 --device $device
         dump ${device}_qwen3_next_80b_a3b -m qwen -mr qwen3_next_80b_a3b -g h100 --num_layers 2 --device $device

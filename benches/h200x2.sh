@@ -18,6 +18,7 @@ shift $(($# < 2 ? $# : 2))
 all="rows qwen llama nemotron captures bandwidth"
 choose "$all" "rows captures bandwidth" "$@"
 seconds_in MAX_TIME
+switch_in DRYRUN
 max_time=${MAX_TIME:-20}
 captures=${CAPTURES:-200}
 [[ $captures =~ ^[1-9][0-9]{0,5}$ ]] || refuse "CAPTURES=$captures: a number from 1 on is needed"

@@ -16,6 +16,7 @@ shift $(($# < 2 ? $# : 2))
 all="mamba latent delta sinks images recompute pipeline ops variants"
 choose "$all" "$all" "$@"
 seconds_in MAX_TIME
+switch_in DRYRUN
 begin
 row() { # FILE ARGUMENTS...
     local file=$1 start=$SECONDS

@@ -14,6 +14,7 @@ mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
 max_time=${MAX_TIME:-6}
+switch_in DRYRUN
 
 # Planned memory of the larger arm at most. An H200 has 143156 MiB; a process took up to 511 MiB more than planned (results/h200).
 LIMIT_MIB=133120 # 130 GiB

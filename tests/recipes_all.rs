@@ -13,6 +13,7 @@ use mbperf::recipe::Recipe;
 use mbperf::workloads::share::RankShare;
 use mbperf::{capture, workloads};
 use rayon::prelude::*;
+use std::collections::HashSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -117,6 +118,49 @@ fn judge(recipe: &Recipe, expected: &[&str]) -> Result<String, String> {
         check_flops(&r, &line)?;
     }
     Ok([&expected[..FACTS].join("\t"), &outcome(&own), &outcome(&plain)].map(String::as_str).join("\t"))
+}
+
+/// One rank that holds the whole model, without what `model_parameters.tsv` leaves out.
+const ONE_RANK: &str = "-ng 1 -tp 1 -cp 1 -pp 1 -vp None -ep 1 -et None -gb 8 -mb 1 --run_dtype bf16 --cuda_graph_impl none \
+                        model.recompute_granularity=null model.mtp_num_layers=0";
+/// Weights that the table leaves out: the image tower; patches, text and time around the blocks of a diffusion transformer.
+const AROUND: [&str; 2] = ["vision.", "dit."];
+/// Relative difference allowed between declared and published weights: biases, sinks and norms that the table rounds away.
+const WEIGHTS_TOLERANCE: f64 = 1e-3;
+
+/// What a program declares, not what a formula says of it: a matrix that is missing or doubled shows.
+#[test]
+fn every_model_declares_the_weights_that_were_published() {
+    let table = include_str!("data/model_parameters.tsv");
+    let models: Vec<&str> = table.lines().skip(1).collect();
+    assert_eq!(models.len(), 25);
+    let wrong: Vec<String> = models
+        .par_iter()
+        .filter_map(|line| {
+            let cells: Vec<&str> = line.split('\t').collect();
+            let (name, published) = (cells[0], cells[1].parse::<f64>().unwrap());
+            let recipes = catalogue().recipes().iter();
+            let recipe = recipes.clone().find(|r| r.model == name && r.task != ADAPTERS).unwrap();
+            let Recipe { family, gpu, task, .. } = recipe;
+            let dtype = if recipe.dtype == "fp8_ds" { "bf16" } else { &recipe.dtype };
+            let unpacked = if task == "pretrain" { "" } else { UNPACKED };
+            let line = format!(
+                "mbperf -m {family} -mr {name} -g {gpu} --task {task} -c {dtype} {ONE_RANK} {SWITCHED_OFF} {unpacked}"
+            );
+            let r = resolved(&line).unwrap_or_else(|e| panic!("{line}: {e}"));
+            assert!(r.config.not_built.is_empty(), "{line}: {:?}", r.config.not_built);
+            let (_, program) = program(&r, &line).unwrap();
+            // A weight has its gradient beside it; what the optimizer cuts the whole into has none.
+            let names: HashSet<&str> = program.buffers.iter().map(|b| b.name.as_str()).collect();
+            let weights = program.buffers.iter().filter(|b| names.contains(format!("{}.grad", b.name).as_str()));
+            let counted = weights.filter(|b| !AROUND.iter().any(|name| b.name.starts_with(name)));
+            let billions = counted.map(|b| b.len() as f64).sum::<f64>() / 1e9;
+            let difference = billions / published - 1.0;
+            (difference.abs() > WEIGHTS_TOLERANCE)
+                .then(|| format!("{name}: {billions:.4} declared, {published} published: {:.3} %", 100.0 * difference))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! workload forgot, doubled or gave the wrong buffer shows.
 
 use super::testing::*;
-use crate::config::{Dispatcher, RunConfig};
+use crate::config::{Dispatcher, LayerKind, RunConfig};
 use crate::ops::cpu_args::Slot;
 use crate::ops::testing::normals;
 use crate::ops::{Access, CpuArgs};
@@ -99,8 +99,8 @@ impl<'a> Memory<'a> {
     }
 }
 
-/// The loss of one step, and every weight's main gradient.
-fn step(program: &Program, moved: Option<(BufId, &[f64], f64)>) -> (f64, Vec<Vec<f64>>) {
+/// The loss of one step, with those of multi-token prediction, each weighed by `ahead`, and every weight's main gradient.
+fn step(program: &Program, ahead: f64, moved: Option<(BufId, &[f64], f64)>) -> (f64, Vec<Vec<f64>>) {
     let mut m = Memory::new(program);
     if let Some((id, direction, by)) = moved {
         let weight: Vec<f64> = m.read(id).iter().zip(direction).map(|(w, d)| w + by * d).collect();
@@ -110,7 +110,10 @@ fn step(program: &Program, moved: Option<(BufId, &[f64], f64)>) -> (f64, Vec<Vec
         m.run(l);
     }
     let grads = weights(program).iter().map(|(_, grad)| m.read(*grad)).collect();
-    (m.read(program.loss.unwrap())[0], grads)
+    let depths = program.buffers.iter().enumerate();
+    let depths = depths.filter(|(_, b)| b.name.starts_with("mtp") && b.name.ends_with(".loss"));
+    let further: f64 = depths.map(|(i, _)| m.read(BufId(i as u32))[0]).sum();
+    (m.read(program.loss.unwrap())[0] + ahead * further, grads)
 }
 
 /// Every weight with its main gradient.
@@ -159,14 +162,16 @@ fn check(what: &str, mut cfg: RunConfig) -> usize {
         moe.aux_loss_coeff = 0.0;
     }
     let program = program(&cfg);
-    let (loss, grads) = step(&program, None);
+    // The mean over the depths, scaled.
+    let ahead = cfg.model.mtp_loss_scaling_factor / cfg.model.mtp_num_layers.max(1) as f64;
+    let (loss, grads) = step(&program, ahead, None);
     assert!(loss.is_finite(), "{what}: loss {loss}");
     let weights = weights(&program);
     for (i, (id, _)) in weights.iter().enumerate() {
         let name = &program.buffer(*id).name;
         let direction = normals(grads[i].len(), 40 + i as u32, STD);
         let analytic: f64 = grads[i].iter().zip(&direction).map(|(g, d)| g * d).sum();
-        let at = |by: f64| step(&program, Some((*id, &direction, by))).0;
+        let at = |by: f64| step(&program, ahead, Some((*id, &direction, by))).0;
         let numeric = (at(STEP) - at(-STEP)) / (2.0 * STEP);
         assert!(numeric.abs() > 10.0 * ROUND_OFF, "{what}: the loss does not depend on {name}");
         let error = (analytic - numeric).abs();
@@ -268,4 +273,23 @@ fn a_tied_embedding_gets_the_gradients_of_both_ends() {
     cfg.model.tied_embeddings = true;
     let separate = check("separate embedding", dense());
     assert_eq!(check("tied embedding", cfg), separate - 1);
+}
+
+/// Of the main model's weights too: the depths' losses go back through it, and through embedding and head, which they share.
+#[test]
+fn multi_token_prediction_adds_its_losses() {
+    let ahead = |mut cfg: RunConfig, depths: usize, repeated: bool| {
+        (cfg.model.mtp_num_layers, cfg.model.mtp_repeated) = (depths, repeated);
+        // Large, so that a part of it that is missing is no round-off.
+        cfg.model.mtp_loss_scaling_factor = 0.7;
+        cfg
+    };
+    let mut plain = dense();
+    plain.model.mtp_layers = vec![LayerKind::AttnOnly, LayerKind::MlpOnly];
+    let without = check("no depth", ahead(plain.clone(), 0, false));
+    let one = check("one depth", ahead(plain.clone(), 1, false)) - without;
+    assert_eq!(check("two depths", ahead(plain.clone(), 2, false)) - without, 2 * one);
+    assert_eq!(check("two depths of one layer", ahead(plain, 2, true)) - without, one);
+    check("latent attention and experts, one depth", ahead(deepseek(), 1, false));
+    check("streams, one depth", ahead(deepseek_v4(), 1, false));
 }

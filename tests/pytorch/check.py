@@ -509,8 +509,11 @@ class Step:
         if e["load_balancing_type"] in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
             self.aux = self.aux + e["aux_loss_coeff"] * experts / (k * tokens * tokens) * (counts * norm_scores.sum(0)).sum()
         w1, w2 = self.w[p + "experts.fc1.weight"], self.w[p + "experts.fc2.weight"]
-        n_local = w2.shape[0] // h
-        w1, w2 = w1.view(n_local, -1, h), w2.view(n_local, h, -1)
+        # Latent experts work on a narrower projection of the tokens.
+        width = e["latent_size"] or h
+        given = F.linear(y, self.w[p + "latent_down.weight"]) if e["latent_size"] else y
+        n_local = w2.shape[0] // width
+        w1, w2 = w1.view(n_local, -1, width), w2.view(n_local, width, -1)
         local_id = index % n_local
         bins = experts if e["dispatcher"] == "alltoall" and self.cfg["parallel"]["ep"] > 1 else n_local
         keep = torch.ones_like(index, dtype=torch.bool)
@@ -526,15 +529,17 @@ class Step:
                 assert kept.numel() == min(cap, int(here.sum())), "a bin is not filled to its capacity"
                 if dropped.numel() and kept.numel():
                     assert dropped.max() <= kept.min() + 1e-2, "a better row was dropped"
-        out = torch.zeros_like(y)
+        out = torch.zeros_like(given)
         for n in range(n_local):
             for j in range(k):
                 at = ((local_id[:, j] == n) & keep[:, j]).nonzero().reshape(-1)
                 if at.numel():
                     prob = probs[at, j][:, None]
-                    act = self.activation(self.biased(F.linear(y[at], w1[n]), p + "experts.fc1", n, n_local))
+                    act = self.activation(self.biased(F.linear(given[at], w1[n]), p + "experts.fc1", n, n_local))
                     rows = F.linear(act * prob, w2[n])
                     out = out.index_add(0, at, self.biased(rows, p + "experts.fc2", n, n_local, prob))
+        if e["latent_size"]:
+            out = F.linear(out, self.w[p + "latent_up.weight"])
         if e["shared_expert_intermediate_size"]:
             shared = self.gated(y, p + "shared.")
             gate = self.w.get(p + "shared.gate.weight")

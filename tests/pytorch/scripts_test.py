@@ -107,6 +107,8 @@ class Shell(unittest.TestCase):
             self.refused("MBPERF_SECONDS=" + bad, "h200.sh", self.mbperf, self.out, "meaning", "side", MBPERF_SECONDS=bad)
             self.refused("PIECES_TURNS=" + bad, "side_by_side.sh", self.mbperf, self.out, PIECES_TURNS=bad)
             self.refused(bad + " rounds", "host_model_check.sh", self.mbperf, self.out, bad)
+        for name in ("models.sh", "models25.sh", "h200x2.sh"):
+            self.refused("DRYRUN=no: 1 or nothing", name, self.mbperf, self.out, DRYRUN="no")
         self.refused("SANITIZE=(", "h200.sh", self.mbperf, self.out, "sanitizer", SANITIZE="(")
         self.refused("one argument too many", "host_model_check.sh", self.mbperf, self.out, "4", "5")
         for bad in ("mamba", "nonsense:512", "dense:8192", "default mamba:512", "moe:512,"):
