@@ -166,7 +166,7 @@ impl Stack<'_> {
         let scanned = self.act(l, "mamba.scanned", &[d.t, inner]);
         let rstd = self.act_as(l, "mamba.gated.rstd", DType::F32, &[d.t, groups]);
         let [dscanned, dz] = ["dscanned", "dz"].map(|n| self.act(l, &format!("mamba.{n}"), &[d.t, inner]));
-        let parts = gated_norm::partials(rows);
+        let parts = gated_norm::partials(rows, groups, group);
         let gate_partial = self.act_as(l, "mamba.gated.dw_partial", DType::F32, &[parts, inner]);
         self.b.launch(
             GatedNormBwd { rows, groups, group, z_stride },
