@@ -80,16 +80,27 @@ pub fn recommended(group: &Group) -> Vec<String> {
     sweeps(group).into_iter().flat_map(of).collect()
 }
 
+/// A line of the table with its share captured last: what a reader wants stands beside the scope.
+fn speedup_first(mut line: Vec<String>) -> Vec<String> {
+    const CAPTURED: usize = 1;
+    if line.len() > CAPTURED {
+        let captured = line.remove(CAPTURED);
+        line.push(captured);
+    }
+    line
+}
+
 /// Table, failures and recommendation of every sweep of a job; empty when there is none.
 pub fn html(group: &Group) -> String {
     let mut text = String::new();
     for sweep in sweeps(group) {
         let named = if sweep.name.is_empty() { String::new() } else { format!(": {}", sweep.name) };
-        let _ = writeln!(text, "<h3>Which scope to take{}</h3>", escape(&named));
+        let _ = writeln!(text, "<div class=\"keep before\">\n<h3>Which scope to take{}</h3>", escape(&named));
         for said in sentences(&sweep.tried, sweep.margin) {
             let _ = writeln!(text, "<p><b>{}</b></p>", escape(&said));
         }
-        let lines = table(&sweep.tried);
+        text += "</div>\n";
+        let lines: Vec<Vec<String>> = table(&sweep.tried).into_iter().map(speedup_first).collect();
         let head: Vec<&str> = lines[0].iter().map(String::as_str).collect();
         let mut shown = Table::new("sweep_scopes", &head);
         shown.rows = lines[1..].iter().map(|l| l.iter().map(Cell::text).collect()).collect();
