@@ -186,6 +186,7 @@ table td{display:block;border:0;padding:0;text-align:left;min-width:0;max-width:
 table td::before{content:attr(data-h) ' ';color:#444}
 table.named td:first-child{flex-basis:100%;font-weight:600;min-width:0;max-width:100%}
 table.named td:first-child::before{content:none}
+[data-table=sweep_scopes] td:nth-child(2){order:1}
 }
 @media print{
 @page{margin:14mm 12mm}

@@ -347,7 +347,7 @@ pub fn clocks(group: &Group) -> Option<Figure> {
     const READ: [&str; 4] =
         ["sm_clock_mhz_median", "temperature_c_max", "power_w_median", "throttle_reasons"];
     let read = |row: &&crate::report::compare::read::Record| READ.iter().any(|c| !row.cell(c).is_empty());
-    if !group.runs.iter().flat_map(|r| &r.sides).any(|row| read(row)) {
+    if !group.runs.iter().flat_map(|r| &r.sides).any(read) {
         return None;
     }
     let mut table = Table::new(

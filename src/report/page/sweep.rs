@@ -80,16 +80,6 @@ pub fn recommended(group: &Group) -> Vec<String> {
     sweeps(group).into_iter().flat_map(of).collect()
 }
 
-/// A line of the table with its share captured last: what a reader wants stands beside the scope.
-fn speedup_first(mut line: Vec<String>) -> Vec<String> {
-    const CAPTURED: usize = 1;
-    if line.len() > CAPTURED {
-        let captured = line.remove(CAPTURED);
-        line.push(captured);
-    }
-    line
-}
-
 /// Table, failures and recommendation of every sweep of a job; empty when there is none.
 pub fn html(group: &Group) -> String {
     let mut text = String::new();
@@ -100,7 +90,7 @@ pub fn html(group: &Group) -> String {
             let _ = writeln!(text, "<p><b>{}</b></p>", escape(&said));
         }
         text += "</div>\n";
-        let lines: Vec<Vec<String>> = table(&sweep.tried).into_iter().map(speedup_first).collect();
+        let lines = table(&sweep.tried);
         let head: Vec<&str> = lines[0].iter().map(String::as_str).collect();
         let mut shown = Table::new("sweep_scopes", &head);
         shown.rows = lines[1..].iter().map(|l| l.iter().map(Cell::text).collect()).collect();
