@@ -186,7 +186,7 @@ pub fn dispatch(command: &Command) -> anyhow::Result<u8> {
         Command::Compare(a) => return compare::run(a, &mut out),
         Command::Report(a) => report_files::run(a, &mut out),
         Command::Completions(a) => shells::completions(a.shell, &mut out).map_err(Into::into),
-        Command::Man(a) => shells::man(a.command.as_deref(), &mut out),
+        Command::Man(a) => shells::man(&a.command, &mut out),
         Command::CompileKernels(a) => return compile_kernels(a, &mut out),
         Command::Run(_) => Err(DeviceError::internal("a run is no subcommand").into()),
     };

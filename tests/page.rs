@@ -3,7 +3,7 @@
 //! Over 500 lines: every kind of file a page can be asked for, with the readers they share.
 
 use crate::common::binary::{self, fails, names, run, text};
-use crate::common::pages::{Page, page, steps_file};
+use crate::common::pages::{Label, Page, page, pictures, steps_file};
 use crate::common::results::Results;
 use std::collections::BTreeMap;
 use std::fs;
@@ -232,6 +232,17 @@ fn one_step_and_a_hundred_thousand() {
     assert_eq!(few.table("steps").len(), 1);
     assert_eq!([&line[3], &line[4], &line[5], &line[6], &line[7]], ["1", "5", "5", "5", "yes"]);
     assert!(!few.html.contains("too many to draw"));
+    // Each pacing is told behind its phase.
+    for (pacing, said) in [
+        ("run_ahead", "steady: one step runs ahead"),
+        ("sync", "steady: each step waited for"),
+        ("drained", "steady, issued to a queue that never fills"),
+        ("modelled", "steady: under the host model"),
+    ] {
+        fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 1).replace("run_ahead", pacing))
+            .unwrap();
+        assert_eq!(page(dir.path(), "x.csv").table("steps")[0][1], said);
+    }
     fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 100_000)).unwrap();
     let begun = Instant::now();
     let many = page(dir.path(), "x.csv");
@@ -274,6 +285,90 @@ fn a_sweep_has_a_frontier_and_files_stand_side_by_side() {
     assert_eq!(both.table("step_time").len(), 8);
     assert!(both.table("gain").iter().any(|r| r[0].ends_with(", later")));
     assert!(both.table("gain").iter().any(|r| r[0].ends_with(", sweep")));
+}
+
+/// Labels neither meet nor leave their picture, in pictures of every kind.
+#[test]
+fn no_label_of_a_picture_meets_another() {
+    let dir = tempdir().unwrap();
+    // Scopes that lie close together, as many as a sweep has, with the host model's ratio.
+    let near = |at: usize| {
+        let names =
+            ["attn", "mlp", "moe_router", "attn+mlp", "attn+moe_router", "attn+moe_router+moe_preprocess"];
+        let speedup = 1.1 + at as f64 * 1e-4;
+        let run = Results::default().run(&format!("r{at}"), 100.0, speedup, 0.002);
+        let run =
+            run.with("cuda_graph_scope", &format!("{}{}", names[at % 6], ["", "+moe", "+mamba"][at / 6]));
+        run.with("speedup_modelled", &format!("{}", 1.4 + at as f64 * 1e-3)).with("host_model", "pytorch")
+    };
+    let sweep = (1..16).fold(near(0), |all, at| all.and(near(at)));
+    sweep.save(dir.path(), "near.csv");
+    let files = ["llama3_8b.csv", "qwen3_30b_a3b.csv", "samplers.csv", "models_first.csv"];
+    let files = files.map(|f| format!("{H200}/{f}")).into_iter().chain(["near.csv".to_owned()]);
+    let apart = |a: &Label, b: &Label| {
+        // Letters are lower than their font.
+        a.right <= b.left || b.right <= a.left || (a.y - b.y).abs() >= a.height.min(b.height) * 0.7
+    };
+    for file in files {
+        let pictures = pictures(&page(dir.path(), &file).html);
+        assert!(pictures.iter().filter(|(.., labels)| labels.len() > 3).count() > 8, "{file}");
+        for (width, height, labels) in &pictures {
+            for (at, a) in labels.iter().enumerate() {
+                let inside = a.left >= -a.height && a.right <= width + a.height && a.y > 0.0 && a.y < *height;
+                assert!(inside, "{file}: `{}` leaves its picture of {width}: {a:?}", a.text);
+                if let Some(b) = labels[at + 1..].iter().find(|b| !apart(a, b)) {
+                    panic!("{file}, a picture of {width}: `{}` meets `{}`: {a:?} {b:?}", a.text, b.text);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sweep_with_a_host_model_has_two_frontiers_and_scopes_far_from_eager_an_axis_of_their_own() {
+    let dir = tempdir().unwrap();
+    let modelled = [
+        ("speedup_modelled", "1.5"),
+        ("speedup_modelled_ci95_low", "1.49"),
+        ("speedup_modelled_ci95_high", "1.51"),
+    ];
+    let results = modelled.into_iter().fold(swept(), |r, (column, cell)| r.with(column, cell));
+    results.save(dir.path(), "x.csv");
+    let spread = page(dir.path(), "x.csv");
+    assert_eq!(spread.cells("frontier_modelled", 3, 3), vec![["50", "49", "51"].map(String::from); 3]);
+    assert_eq!(spread.table("frontier").len(), 3);
+    assert!(spread.html.contains("0 is eager") && !spread.html.contains("lies left of the picture"));
+    results.with("graph_memory_mib", "300").save(dir.path(), "x.csv");
+    let close = page(dir.path(), "x.csv");
+    assert!(close.html.contains("lies left of the picture") && !close.html.contains("0 is eager"));
+    assert!(page(dir.path(), &format!("{H200}/llama3_8b.csv")).table("frontier_modelled").is_empty());
+}
+
+#[test]
+fn a_page_of_a_cpu_has_no_empty_pictures() {
+    let dir = tempdir().unwrap();
+    let of_gpu = ["speedup", "sm_clock_mhz_median", "throttle_reasons", "device_busy_ms", "power_limit_w"];
+    let of_gpu = of_gpu.into_iter().chain(["gpu_name", "speedup_ci95_low", "speedup_ci95_high"]);
+    let results = of_gpu.fold(swept().with("device", "cpu"), |r, column| r.with(column, ""));
+    results.save(dir.path(), "cpu.csv");
+    let page = page(dir.path(), "cpu.csv");
+    for missing in ["<h3>Clocks", "Sweep: gain over memory", "runs are not drawn", "\nnot measured\n"] {
+        assert!(!page.html.contains(missing), "{missing}");
+    }
+    assert!(page.html.contains("Clocks: none was read.") && page.html.contains("Not measured: "));
+    assert_eq!(page.table("sweep_scopes").len(), 3);
+}
+
+#[test]
+fn what_jobs_share_is_said_once() {
+    let dir = tempdir().unwrap();
+    let page = page(dir.path(), &format!("{H200}/llama3_8b.csv {H200}/qwen3_30b_a3b.csv"));
+    assert!(page.html.contains("All runs: ") && page.html.contains("on NVIDIA H200"));
+    for table in ["gain", "runs"] {
+        let rows = page.table(table);
+        assert!(!rows.is_empty() && rows.iter().all(|r| !r[0].contains("NVIDIA")), "{table}");
+        assert!(rows.iter().any(|r| r[0].starts_with("llama3_8b ")), "{table}");
+    }
 }
 
 #[test]

@@ -28,7 +28,7 @@ pub struct CompletionsArgs {
 #[derive(Debug, Clone, clap::Args)]
 #[command(rename_all = "snake_case")]
 pub struct ManArgs {
-    /// Subcommand whose page is printed; left out: the main command's
-    #[arg(value_name = "COMMAND")]
-    pub command: Option<String>,
+    /// Subcommand whose page is printed, e.g. `report` or `recipes list`; left out: the main command's
+    #[arg(value_name = "COMMAND", num_args = 0..=2)]
+    pub command: Vec<String>,
 }

@@ -303,9 +303,13 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<St
     }
     if arms.len() == 2 && pairs < MIN_PAIRS {
         let more = if stopped == Some(Stopped::MaxSteps) { "-ms" } else { "--max_time" };
-        let noun = if pairs == 1 { "pair" } else { "pairs" };
+        let found = match pairs {
+            0 => "no pair of blocks was timed".to_owned(),
+            1 => "one pair of blocks is too little".to_owned(),
+            _ => format!("{pairs} pairs of blocks are too few"),
+        };
         notices.push(format!(
-            "{pairs} {noun} of blocks are too few for an interval ({MIN_PAIRS} are needed): raise {more}"
+            "{found} for an interval ({MIN_PAIRS} are needed): raise {more}"
         ));
     }
     for arm in arms {

@@ -83,8 +83,12 @@ impl Progress for Terminal {
 }
 
 fn line(update: &Update) -> String {
-    let s = if update.pairs == 1 { "" } else { "s" };
-    let mut text = format!("timing: {} pair{s} of blocks", update.pairs);
+    // A first block may be over before its pair is: more may follow this line.
+    let mut text = match update.pairs {
+        0 => "timing: no whole pair of blocks yet".to_owned(),
+        1 => "timing: 1 pair of blocks".to_owned(),
+        pairs => format!("timing: {pairs} pairs of blocks"),
+    };
     if update.max_time_s > 0.0 {
         text += &format!(", {:.1} of {:.1} s", update.elapsed_s, update.max_time_s);
     }

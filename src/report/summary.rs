@@ -134,8 +134,8 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
     wrap(
         lines,
         &format!(
-            "{what}{speedup}{interval} ({} pairs, margin {} %).",
-            outcome.pairs,
+            "{what}{speedup}{interval} ({}, margin {} %).",
+            count(outcome.pairs, "pair"),
             number(outcome.margin * 100.0)
         ),
         "",
@@ -147,10 +147,10 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
         wrap(
             lines,
             &format!(
-                "With the host time of {} (modelled): speedup {}, {interval} ({} pairs).",
+                "With the host time of {} (modelled): speedup {}, {interval} ({}).",
                 facts.host_model,
                 number(round4(modelled)),
-                outcome.pairs_modelled
+                count(outcome.pairs_modelled, "pair")
             ),
             "",
         );
@@ -175,10 +175,18 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
         let back =
             outcome.break_even_steps.map_or(String::new(), |n| format!("; earned back after {n} steps"));
         lines.push(format!(
-            "{} graphs, {} nodes, {} replays a step; {:.1} ms to make{back}.",
-            cost.graphs, cost.nodes, cost.launches_per_step, one_off
+            "{}, {}, {} a step; {one_off:.1} ms to make{back}.",
+            count(cost.graphs, "graph"),
+            count(cost.nodes, "node"),
+            count(cost.launches_per_step, "replay")
         ));
     }
+}
+
+/// `1 pair`, `2 pairs`.
+fn count(n: usize, what: &str) -> String {
+    let s = if n == 1 { "" } else { "s" };
+    format!("{n} {what}{s}")
 }
 
 /// The verdicts of `--repeat`'s measurements in one line.

@@ -23,7 +23,9 @@ fn between<'a>(text: &'a str, from: &str, to: &str) -> Option<(&'a str, &'a str)
 }
 
 fn unescaped(text: &str) -> String {
-    text.replace("&lt;", "<")
+    // Places where a line may break are no text.
+    text.replace("<wbr>", "")
+        .replace("&lt;", "<")
         .replace("&gt;", ">")
         .replace("&quot;", "\"")
         .replace("&#39;", "'")
@@ -68,6 +70,53 @@ impl Page {
             assert_eq!(begun, html.matches(&format!("</{tag}>")).count(), "{tag}");
         }
     }
+}
+
+/// Text of a picture, in its pixels.
+#[derive(Debug, Clone)]
+pub struct Label {
+    pub text: String,
+    pub left: f64,
+    pub right: f64,
+    /// Of its middle.
+    pub y: f64,
+    pub height: f64,
+}
+
+/// Labels of every picture of the page, swatches of legends left out, with the picture's width and height.
+pub fn pictures(html: &str) -> Vec<(f64, f64, Vec<Label>)> {
+    let mut found = Vec::new();
+    let mut rest = html;
+    while let Some((svg, more)) = between(rest, "<svg ", "</svg>") {
+        rest = more;
+        let (size, _) = between(svg, "viewBox=\"0 0 ", "\"").unwrap();
+        let (width, height) = size.split_once(' ').unwrap();
+        let (mut labels, mut inner) = (Vec::new(), svg);
+        while let Some((text, more)) = between(inner, "<text ", "</text>") {
+            labels.push(label(text));
+            inner = more;
+        }
+        found.push((width.parse().unwrap(), height.parse().unwrap(), labels));
+    }
+    found
+}
+
+/// What stands between `<text ` and its end. Widths are reckoned, as no browser is at hand.
+fn label(text: &str) -> Label {
+    /// Width of a digit in DejaVu Sans, a wide font, as a part of a font's height; text is narrower on the whole.
+    const CHAR: f64 = 0.6;
+    let (tag, text) = text.split_once('>').unwrap();
+    let of = |name: &str| between(tag, &format!(" {name}=\""), "\"").map(|(value, _)| value);
+    let number = |name: &str| of(name).unwrap().parse::<f64>().unwrap();
+    let x = tag.strip_prefix("x=\"").unwrap().split('"').next().unwrap().parse::<f64>().unwrap();
+    let (text, height) = (unescaped(text.trim()), number("font-size"));
+    let width = text.chars().count() as f64 * height * CHAR;
+    let left = match of("text-anchor") {
+        Some("middle") => x - width / 2.0,
+        Some("end") => x - width,
+        _ => x,
+    };
+    Label { text, left, right: left + width, y: number("y"), height }
 }
 
 /// The whole figure of a cell (and that it is shown rounded and no otherwise), or its text.

@@ -263,6 +263,42 @@ pub fn label(run: &Run, runs: &[Run]) -> String {
     label
 }
 
+/// Jobs' titles for the lines of a table: what all of them share is said once above it.
+#[derive(Debug)]
+pub struct Titles {
+    /// What all share, as a sentence; `None` where they share nothing.
+    pub shared: Option<String>,
+    /// Parts of the titles that all have.
+    parts: Vec<String>,
+    /// With a single job, there is nothing to tell apart.
+    one: bool,
+}
+
+impl Titles {
+    const JOIN: &str = ", ";
+
+    pub fn of(groups: &[Group]) -> Self {
+        let parts = |g: &Group| g.title.split(Self::JOIN).map(String::from).collect::<Vec<_>>();
+        let mut shared = groups.first().map(parts).unwrap_or_default();
+        for group in groups {
+            let own = parts(group);
+            shared.retain(|part| own.contains(part));
+        }
+        Titles {
+            shared: (!shared.is_empty()).then(|| format!("All runs: {}.", shared.join(Self::JOIN))),
+            parts: shared,
+            one: groups.len() < 2,
+        }
+    }
+
+    /// What a line is called: what its job does not share with all others, and the run.
+    pub fn row(&self, group: &Group, run: &str) -> String {
+        let own: Vec<&str> =
+            group.title.split(Self::JOIN).filter(|part| !self.parts.iter().any(|p| p == part)).collect();
+        if self.one || own.is_empty() { run.to_owned() } else { format!("{}: {run}", own.join(Self::JOIN)) }
+    }
+}
+
 /// Heading of a job: recipe, precision, sequence and machine, then what tells it from others of the same.
 fn title(key: &Key, runs: &[Run], others: &[(Key, String)]) -> String {
     let mut title = plain_title(&runs[0]);

@@ -18,7 +18,8 @@ pub struct Figure {
 
 impl Figure {
     pub fn html(&self) -> String {
-        let mut text = format!("<h3>{}</h3>\n", escape(&self.title));
+        // One block, which a printed page does not part.
+        let mut text = format!("<div class=keep>\n<h3>{}</h3>\n", escape(&self.title));
         if !self.what.is_empty() {
             let _ = writeln!(text, "<p class=what>{}</p>", escape(&self.what));
         }
@@ -40,6 +41,7 @@ impl Figure {
         for note in &self.notes {
             let _ = writeln!(text, "<p class=note>{}</p>", escape(note));
         }
+        text += "</div>\n";
         if !self.table.rows.is_empty() {
             text += &self.table.html();
         }

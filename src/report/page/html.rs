@@ -38,6 +38,14 @@ pub fn prose(text: &str) -> String {
     text.split(' ').map(word).collect::<Vec<_>>().join(" ")
 }
 
+/// [`escape`], with places where a joined name (`attn,moe_router`, `a+b`, a path) may be broken; what is read and
+/// copied stays the same.
+fn breakable(text: &str) -> String {
+    const JOINS: [char; 3] = [',', '+', '/'];
+    let pieces: Vec<String> = text.split_inclusive(JOINS).map(escape).collect();
+    pieces.join("<wbr>")
+}
+
 /// A figure in five digits.
 pub fn shown(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
@@ -73,21 +81,26 @@ impl Cell {
         x.map_or(Cell::Empty, Cell::Figure)
     }
 
-    fn html(&self) -> String {
+    /// `head` is the column's, which stands before the cell where a row is stacked.
+    fn html(&self, head: &str) -> String {
+        let open = |class: &str| format!("<td{class} data-h=\"{}\">", escape(head));
         let data = |whole: &str, x: f64| {
-            format!("<td class=n><data value=\"{}\">{}</data></td>", escape(whole), shown(x))
+            format!("{}<data value=\"{}\">{}</data></td>", open(" class=n"), escape(whole), shown(x))
         };
         match self {
-            Cell::Text(text) => format!("<td>{}</td>", escape(text)),
+            Cell::Text(text) => format!("{}{}</td>", open(""), breakable(text)),
             Cell::Number(whole) => match whole.parse() {
                 Ok(x) => data(whole, x),
-                Err(_) => format!("<td>{}</td>", escape(whole)),
+                Err(_) => format!("{}{}</td>", open(""), escape(whole)),
             },
             Cell::Figure(x) => data(&number(*x), *x),
-            Cell::Empty => "<td class=e>–</td>".into(),
+            Cell::Empty => format!("{}–</td>", open(" class=e")),
         }
     }
 }
+
+/// First columns that name their row.
+const NAMES: [&str; 3] = ["run", "scope", "part"];
 
 /// A table with the figures of a picture.
 #[derive(Debug, Default)]
@@ -105,9 +118,10 @@ impl Table {
 
     pub fn html(&self) -> String {
         let mut text = format!(
-            "<div class=scroll tabindex=0 role=region aria-label=\"table: {0}\"><table data-table=\"{0}\"{1}><thead><tr>",
+            "<div class=scroll tabindex=0 role=region aria-label=\"table: {0}\"><table data-table=\"{0}\"{1}>\
+             <thead><tr>",
             escape(self.name),
-            if self.head.first().is_some_and(|h| h == "run") { " class=named" } else { "" }
+            if self.head.first().is_some_and(|h| NAMES.contains(&h.as_str())) { " class=named" } else { "" }
         );
         for head in &self.head {
             let _ = write!(text, "<th scope=col>{}</th>", escape(head));
@@ -115,15 +129,18 @@ impl Table {
         text += "</tr></thead><tbody>\n";
         for row in &self.rows {
             text += "<tr>";
-            row.iter().for_each(|cell| text += &cell.html());
+            let heads = self.head.iter().map(String::as_str).chain(std::iter::repeat(""));
+            row.iter().zip(heads).for_each(|(cell, head)| text += &cell.html(head));
             text += "</tr>\n";
         }
         text + "</tbody></table></div>\n"
     }
 }
 
-/// The page's look: one column, black on white; two sizes of every picture, of which one is shown; a printed page
-/// keeps pictures whole and shows the tables in full.
+/// The page's look: one column of text, black on white, beyond which wide tables reach; two sizes of every picture, of
+/// which one is shown. A table that scrolls has a shadow at the side where more of it is. On a phone each row of a table
+/// is a paragraph, its cells after their columns' names; so are the runs, with their commands, on a printed page, which
+/// keeps pictures whole with what is said of them.
 pub const STYLE: &str = "
 :root{color-scheme:light}
 *{box-sizing:border-box}
@@ -146,25 +163,48 @@ figure svg{display:block;max-width:100%;height:auto}
 .legend li{display:flex;align-items:center;gap:6px;margin:0}
 .legend svg{flex:none}
 .note{font-size:.9rem;color:#333;margin:.3em 0}
-.scroll{overflow-x:auto;margin:.4em 0 1em}
+.scroll{overflow-x:auto;margin:.4em 0 1em 50%;transform:translateX(-50%);width:max-content;min-width:100%;max-width:calc(100vw - 48px);background:linear-gradient(to right,#fff 50%,#fff0) left/60px 100% no-repeat local,linear-gradient(to left,#fff 50%,#fff0) right/60px 100% no-repeat local,linear-gradient(to right,#0006,#0000) left 1px top/14px 100% no-repeat scroll,linear-gradient(to left,#0006,#0000) right 1px top/14px 100% no-repeat scroll}
 table{border-collapse:collapse;font-size:.86rem;line-height:1.35;overflow-wrap:normal}
 th,td{border-bottom:1px solid #c8c8c8;padding:3px 10px 3px 0;text-align:left;vertical-align:top}
 th{border-bottom:2px solid #1a1a1a;vertical-align:bottom;font-weight:600}
-.named td:first-child{min-width:9em}
+.named td:first-child{min-width:9em;max-width:26em}
+th{max-width:9em}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .e{text-align:right;color:#555}
 code{font-size:.92em;white-space:nowrap}
-@media (max-width:640px){.wide{display:none}.narrow{display:block}body{padding:12px}}
+@media screen and (min-width:641px){
+[data-table=runs] td:nth-child(2),[data-table=runs] td:last-child{overflow-wrap:anywhere;min-width:7em}
+[data-table=runs] td:last-child{min-width:12em;max-width:34em}
+}
+@media (max-width:640px){
+.wide{display:none}.narrow{display:block}body{padding:12px}
+.scroll{overflow:visible;margin:.4em 0 1em;transform:none;width:auto;max-width:none;background:none}
+table,table tbody{display:block}
+table thead{display:none}
+table tr{display:flex;flex-wrap:wrap;gap:0 14px;border-bottom:1px solid #c8c8c8;padding:4px 0}
+table td{display:block;border:0;padding:0;text-align:left;min-width:0;max-width:100%;overflow-wrap:anywhere}
+table td::before{content:attr(data-h) ' ';color:#444}
+table.named td:first-child{flex-basis:100%;font-weight:600;min-width:0;max-width:100%}
+table.named td:first-child::before{content:none}
+[data-table=sweep_scopes] td:nth-child(2){order:1}
+}
 @media print{
 @page{margin:14mm 12mm}
 body{max-width:none;padding:0;font-size:10pt}
 .wide{display:block!important}.narrow{display:none!important}
-figure,tr,.verdict{break-inside:avoid}
-h2,h3,.what,.legend{break-after:avoid}
-.scroll{overflow:visible}
+.keep,figure,tr,.verdict li{break-inside:avoid}
+h2,h3,.what,.legend,.before{break-after:avoid}
+.scroll{overflow:visible;margin:.4em 0 1em;transform:none;width:auto;max-width:none;background:none}
 table{font-size:7.5pt}
 th,td{padding-right:6px}
 .named td:first-child{min-width:0}
+[data-table=runs],[data-table=runs] tbody{display:block}
+[data-table=runs] thead{display:none}
+[data-table=runs] tr{display:flex;flex-wrap:wrap;gap:0 14px;border-bottom:1px solid #c8c8c8;padding:4px 0}
+[data-table=runs] td{display:block;border:0;padding:0;text-align:left;min-width:0;max-width:100%;overflow-wrap:anywhere}
+[data-table=runs] td::before{content:attr(data-h) ' ';color:#444}
+[data-table=runs].named td:first-child{flex-basis:100%;font-weight:600;min-width:0;max-width:100%}
+[data-table=runs].named td:first-child::before{content:none}
 }
 ";
 
@@ -175,18 +215,19 @@ mod tests {
     #[test]
     fn figures_are_shown_in_five_digits_and_kept_whole() {
         assert_eq!(
-            Cell::of("1462.69793").html(),
-            "<td class=n><data value=\"1462.69793\">1462.7</data></td>"
+            Cell::of("1462.69793").html("ms"),
+            "<td class=n data-h=\"ms\"><data value=\"1462.69793\">1462.7</data></td>"
         );
         assert_eq!(shown(143155.9375), "143156");
         assert_eq!(shown(0.000123456), "0.00012346");
         assert_eq!(shown(0.0), "0");
-        assert_eq!(Cell::of("").html(), "<td class=e>–</td>");
+        assert_eq!(Cell::of("").html("a<b"), "<td class=e data-h=\"a&lt;b\">–</td>");
     }
 
     #[test]
     fn nothing_from_a_file_is_markup() {
         assert_eq!(prose("<i> (--a_b). x"), "&lt;i&gt; (<code>--a_b</code>). x");
+        assert_eq!(Cell::text("a,<b>+c, d").html(""), "<td data-h=\"\">a,<wbr>&lt;b&gt;+<wbr>c,<wbr> d</td>");
         assert_eq!(escape("<a href='x'>\"&\u{0}"), "&lt;a href=&#39;x&#39;&gt;&quot;&amp; ");
     }
 }

@@ -13,7 +13,7 @@ mod steps;
 mod sweep;
 mod verdict;
 
-use data::{Group, Input, label};
+use data::{Group, Input, Titles, label};
 use html::{Cell, STYLE, Table, escape};
 use std::fmt::Write;
 
@@ -78,10 +78,13 @@ fn section(group: &Group, drawn: &mut usize, all_runs: usize) -> String {
     text += &sweep::html(group);
     if !measured.runs.is_empty() {
         text += &pictures::step_time(&measured).html();
-        text += &scatter::frontier(&measured).map_or(String::new(), |f| f.html());
+        scatter::frontiers(&measured).iter().for_each(|f| text += &f.html());
         text += &pictures::host_and_device(&measured).html();
         text += &pictures::memory(&measured).html();
-        text += &pictures::clocks(&measured).html();
+        match pictures::clocks(&measured) {
+            Some(clocks) => text += &clocks.html(),
+            None => text += "<p class=note>Clocks: none was read.</p>\n",
+        }
     }
     let spread = all_runs.min(MOST_DRAWN).div_ceil(FINE) as f64;
     let mut unprofiled = 0;
@@ -124,6 +127,10 @@ fn section(group: &Group, drawn: &mut usize, all_runs: usize) -> String {
 /// Which runs these are, with their commands.
 fn about(input: &Input, groups: &[Group]) -> String {
     let mut text = String::from("<h2>The runs</h2>\n");
+    let titles = Titles::of(groups);
+    if let Some(shared) = &titles.shared {
+        let _ = writeln!(text, "<p class=\"note before\">{}</p>", escape(shared));
+    }
     let mut table = Table::new(
         "runs",
         &[
@@ -144,7 +151,7 @@ fn about(input: &Input, groups: &[Group]) -> String {
         let text = |column: &str| Cell::text(run.cell(column));
         let version = [run.cell("mbperf_version"), run.cell("git_commit").get(..7).unwrap_or_default()];
         table.rows.push(vec![
-            Cell::text(format!("{}: {}", group.title, label(run, &group.runs))),
+            Cell::text(titles.row(group, &label(run, &group.runs))),
             text("run_id"),
             Cell::text(&run.file.name),
             text("started_at"),

@@ -1,7 +1,7 @@
 //! The pictures of a job: what each arm took, where the time and the memory went, at which clocks.
 
 use super::canvas::{BLUE, Fill, GREEN, GREY, INK, Look, PURPLE, Shape, VERMILLION};
-use super::data::{Group, Run, label, number};
+use super::data::{Group, Run, Titles, label, number};
 use super::figure::Figure;
 use super::html::{Cell, Table, shown};
 use super::rows::{Kind, Line, Row, RowPlot};
@@ -39,6 +39,7 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
         &["run", "verdict", "speedup", "low", "high", "pairs", "modelled", "low", "high", "host model"],
     );
     let mut margins: Vec<f64> = Vec::new();
+    let titles = Titles::of(groups);
     for group in groups {
         let mut heading = (groups.len() > 1).then(|| Row { label: group.title.clone(), lines: vec![] });
         for run in group.runs.iter().filter(|r| r.is_ok() && r.sides.len() > 1 && r.cell("device") != "cpu") {
@@ -56,7 +57,7 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
             let text = |column: &str| Cell::text(run.cell(column));
             let figure = |column: &str| Cell::of(run.cell(column));
             table.rows.push(vec![
-                Cell::text(if groups.len() > 1 { format!("{}: {name}", group.title) } else { name.clone() }),
+                Cell::text(titles.row(group, &name)),
                 text("verdict"),
                 figure("speedup"),
                 figure("speedup_ci95_low"),
@@ -97,6 +98,9 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
     )];
     if hollow {
         notes.push(HOLLOW.into());
+    }
+    if groups.len() > 1 {
+        notes.extend(titles.shared);
     }
     let mut legend = vec![(BARE, "speedup, with its 95 % interval".to_owned())];
     if modelled {
@@ -218,15 +222,22 @@ pub fn host_and_device(group: &Group) -> Figure {
             "issue ms",
         ],
     );
+    // What no run has is said once, in place of a line in each.
+    let has =
+        |column: &str| group.runs.iter().flat_map(|r| &r.sides).any(|row| number(row, column).is_some());
+    let is_shown = |column: &str| has(column) || column == ISSUE && has(SUBMIT);
+    let missing: Vec<&str> =
+        SHOWN.iter().filter(|(_, column, ..)| !is_shown(column)).map(|(name, ..)| *name).collect();
     let mut held_up = false;
     let mut rows = Vec::new();
     for run in group.runs.iter() {
         let name = label(run, &group.runs);
         for (side, row) in run.sides.iter().enumerate() {
             let issue = number(row, ISSUE);
-            held_up |= issue.is_none();
+            held_up |= issue.is_none() && has(SUBMIT);
             let lines = SHOWN
                 .iter()
+                .filter(|(_, column, ..)| is_shown(column))
                 .map(|(n, column, look, _)| match *column {
                     ISSUE if issue.is_none() => line("submit", *look, number(row, SUBMIT)),
                     column => line(*n, *look, number(row, column)),
@@ -245,19 +256,27 @@ pub fn host_and_device(group: &Group) -> Figure {
         }
     }
     let plot = RowPlot { kind: Kind::Bars, axis: "ms a step".into(), no_change: None, rows };
+    let mut notes = Vec::new();
+    if held_up {
+        notes.push(
+            "Lines called \"submit\" count in what a full launch queue holds up, which is not the host's own time: it \
+             was not measured apart there."
+                .to_owned(),
+        );
+    }
+    if !missing.is_empty() {
+        notes.push(format!("Not measured: {}.", missing.join(", ")));
+    }
     Figure {
         title: "Host against device".into(),
         what: "Where the device is busy for nearly all of its span, a graph has little to win.".into(),
         svg: svg(&plot),
-        legend: SHOWN.iter().map(|(_, _, look, text)| (*look, (*text).to_owned())).collect(),
-        notes: held_up
-            .then(|| {
-                "Lines called \"submit\" count in what a full launch queue holds up, which is not the host's own time: it \
-                 was not measured apart there."
-                    .to_owned()
-            })
-            .into_iter()
+        legend: SHOWN
+            .iter()
+            .filter(|(_, column, ..)| is_shown(column))
+            .map(|(_, _, look, text)| (*look, (*text).to_owned()))
             .collect(),
+        notes,
         table,
     }
 }
@@ -323,8 +342,14 @@ pub fn memory(group: &Group) -> Figure {
     }
 }
 
-/// Clocks of both arms: medians of the rows.
-pub fn clocks(group: &Group) -> Figure {
+/// Clocks of both arms: medians of the rows; `None` where nothing was read of the card, as on a CPU.
+pub fn clocks(group: &Group) -> Option<Figure> {
+    const READ: [&str; 4] =
+        ["sm_clock_mhz_median", "temperature_c_max", "power_w_median", "throttle_reasons"];
+    let read = |row: &&crate::report::compare::read::Record| READ.iter().any(|c| !row.cell(c).is_empty());
+    if !group.runs.iter().flat_map(|r| &r.sides).any(read) {
+        return None;
+    }
     let mut table = Table::new(
         "clocks",
         &[
@@ -359,14 +384,14 @@ pub fn clocks(group: &Group) -> Figure {
     }
     let plot = RowPlot { kind: Kind::Marks, axis: "SM clock, MHz".into(), no_change: None, rows };
     let empty = plot.is_empty();
-    Figure {
+    Some(Figure {
         title: "Clocks".into(),
         what: "Median SM clock over the blocks of each arm: arms at different clocks are not alike.".into(),
         svg: svg(&plot),
         legend: arms(),
         notes: if empty { vec!["No clock was read.".into()] } else { vec![] },
         table,
-    }
+    })
 }
 
 /// Where the device's time goes by part of the step, from the profile.

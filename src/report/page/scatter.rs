@@ -48,8 +48,26 @@ struct Point {
     on_frontier: bool,
 }
 
-/// Gain over memory of a job's runs with graphs, if they captured different things; `None` for a single one.
-pub fn frontier(group: &Group) -> Option<Figure> {
+/// Which gain a frontier is of: the speedup's column and what the picture is called.
+#[derive(Debug, Clone, Copy)]
+struct Ratio {
+    column: &'static str,
+    table: &'static str,
+    title: &'static str,
+}
+
+const RATIOS: [Ratio; 2] = [
+    Ratio { column: "speedup", table: "frontier", title: "Sweep: gain over memory" },
+    Ratio {
+        column: "speedup_modelled",
+        table: "frontier_modelled",
+        title: "Sweep: gain over memory, with the modelled host time",
+    },
+];
+
+/// Gain over memory of a job's runs with graphs, if they captured different things: as measured, and under the host
+/// model where there is one.
+pub fn frontiers(group: &Group) -> Vec<Figure> {
     let with_graphs: Vec<&Run> = group
         .runs
         .iter()
@@ -59,9 +77,17 @@ pub fn frontier(group: &Group) -> Option<Figure> {
     scopes.sort();
     scopes.dedup();
     if scopes.len() < 2 {
+        return Vec::new();
+    }
+    RATIOS.iter().filter_map(|ratio| frontier(*ratio, &with_graphs, &group.runs)).collect()
+}
+
+/// `None` where no run has a place, as on a CPU.
+fn frontier(ratio: Ratio, with_graphs: &[&Run], runs: &[Run]) -> Option<Figure> {
+    let mut points: Vec<Point> = with_graphs.iter().filter_map(|r| point(r, runs, ratio.column)).collect();
+    if points.is_empty() {
         return None;
     }
-    let mut points: Vec<Point> = with_graphs.iter().filter_map(|r| point(r, &group.runs)).collect();
     let left_out = with_graphs.len() - points.len();
     let beaten = |a: &Point| {
         points.iter().any(|b| {
@@ -73,7 +99,7 @@ pub fn frontier(group: &Group) -> Option<Figure> {
     let on: Vec<bool> = points.iter().map(|p| !beaten(p)).collect();
     points.iter_mut().zip(on).for_each(|(p, on)| p.on_frontier = on);
     let mut table = Table::new(
-        "frontier",
+        ratio.table,
         &["", "captured", "more memory than eager, MiB", "gain, %", "low, %", "high, %", "on the frontier"],
     );
     for (number, p) in (1..).zip(&points) {
@@ -87,10 +113,17 @@ pub fn frontier(group: &Group) -> Option<Figure> {
             Cell::text(if p.on_frontier { "yes" } else { "no" }),
         ]);
     }
-    let mut notes = vec![];
-    if !points.is_empty() {
-        notes.push("Numbers are the table's lines; 0 is eager. The dashed line joins what nothing else beats in both gain and memory. Points whose intervals overlap are not told apart by these data.".to_owned());
-    }
+    let eager = eager_is_drawn(&points);
+    let mut notes = vec![format!(
+        "Numbers are the table's lines{}. The dashed line joins what nothing else beats in both gain and memory. \
+         Points whose intervals overlap are not told apart by these data.",
+        if eager {
+            "; 0 is eager"
+        } else {
+            "; eager, at 0 MiB and 0 %, lies left of the picture: all scopes lie close together, and the axis of memory \
+             begins beside them"
+        }
+    )];
     if points.iter().any(|p| p.interval.is_none()) {
         notes.push("A hollow mark has no interval.".into());
     }
@@ -100,62 +133,99 @@ pub fn frontier(group: &Group) -> Option<Figure> {
             with_graphs.len()
         ));
     }
+    let mut legend = vec![
+        (Look::new(GREEN, Shape::Diamond), "on the frontier".to_owned()),
+        (Look::new(GREY, Shape::Circle), "beaten by another".to_owned()),
+    ];
+    if eager {
+        legend.push((Look::new(INK, Shape::Square), "eager".to_owned()));
+    }
     Some(Figure {
-        title: "Sweep: gain over memory".into(),
+        title: ratio.title.into(),
         what: "Each point is what was captured: up is faster, left is smaller.".into(),
-        svg: (!points.is_empty()).then(|| draw_frontier(&points)),
-        legend: vec![
-            (Look::new(GREEN, Shape::Diamond), "on the frontier".into()),
-            (Look::new(GREY, Shape::Circle), "beaten by another".into()),
-            (Look::new(INK, Shape::Square), "eager".into()),
-        ],
+        svg: Some(draw_frontier(&points, eager)),
+        legend,
         notes,
         table,
     })
 }
 
-fn point(run: &Run, runs: &[Run]) -> Option<Point> {
+fn point(run: &Run, runs: &[Run], ratio: &str) -> Option<Point> {
     let (eager, graph) = (*run.sides.iter().find(|r| r.cell("arm") == "eager")?, run.graph()?);
     let percent = |x: f64| (x - 1.0) * 100.0;
-    let interval = run.figure("speedup_ci95_low").zip(run.figure("speedup_ci95_high"));
+    let end = |which: &str| run.figure(&format!("{ratio}_ci95_{which}"));
+    let interval = end("low").zip(end("high"));
     Some(Point {
         name: label(run, runs),
         memory_mib: number(graph, "peak_memory_mib")? + number(graph, "graph_memory_mib")?
             - number(eager, "peak_memory_mib")?,
-        gain: percent(run.figure("speedup")?),
+        gain: percent(run.figure(ratio)?),
         interval: interval.map(|(low, high)| (percent(low), percent(high))),
         on_frontier: false,
     })
 }
 
-fn draw_frontier(points: &[Point]) -> [String; 2] {
-    let xs = points.iter().map(|p| p.memory_mib);
-    let ys = points
-        .iter()
-        .flat_map(|p| [p.gain, p.interval.map_or(p.gain, |i| i.0), p.interval.map_or(p.gain, |i| i.1)]);
-    let range = |v: &mut dyn Iterator<Item = f64>| v.fold((0.0f64, 0.0f64), |(l, h), x| (l.min(x), h.max(x)));
-    let ((x0, x1), (y0, y1)) = (range(&mut xs.into_iter()), range(&mut ys.into_iter()));
-    let (dx, dy) = ((x1 - x0).max(1.0) * 0.06, (y1 - y0).max(0.1) * 0.1);
+/// Of all these: the least and the greatest.
+fn ends(values: impl Iterator<Item = f64>) -> (f64, f64) {
+    values.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), x| (l.min(x), h.max(x)))
+}
+
+/// Values further from 0 than so many times what parts them are drawn on an axis that begins beside them.
+const FAR: f64 = 3.0;
+
+fn far_from_0((low, high): (f64, f64)) -> bool {
+    low > (high - low) * FAR
+}
+
+/// Eager, at 0, is left out where it would press all scopes into one spot.
+fn eager_is_drawn(points: &[Point]) -> bool {
+    points.len() < 2 || !far_from_0(ends(points.iter().map(|p| p.memory_mib)))
+}
+
+/// Values that a point covers upwards: its gain and its interval.
+fn heights(p: &Point) -> [f64; 3] {
+    let (low, high) = p.interval.unwrap_or((p.gain, p.gain));
+    [low, p.gain, high]
+}
+
+fn draw_frontier(points: &[Point], eager: bool) -> [String; 2] {
+    let (mut x0, mut x1) = ends(points.iter().map(|p| p.memory_mib));
+    let (mut y0, mut y1) = ends(points.iter().flat_map(heights));
+    if eager {
+        (x0, x1) = (x0.min(0.0), x1.max(0.0));
+    }
+    if eager || !far_from_0((y0, y1)) {
+        (y0, y1) = (y0.min(0.0), y1.max(0.0));
+    }
+    // Memory that is the same to a part of a MiB stays one spot.
+    const LEAST_MIB: f64 = 1.0;
+    let (dx, dy) = ((x1 - x0).max(LEAST_MIB) * 0.06, (y1 - y0).max(0.1) * 0.1);
     SIZES.map(|size| {
         draw(size.width, HEAD + PLOT + FOOT, |c| {
             let x = Scale::new(x0 - dx, x1 + dx, (MARGIN, size.width - 10.0));
             let y = Scale::new(y0 - dy, y1 + dy, (HEAD + PLOT, HEAD));
             axes(c, size.width, &x, &y, "gain [%]", "more memory than eager [MiB]");
-            c.line(&[(MARGIN, y.at(0.0)), (size.width - 10.0, y.at(0.0))], GREY, 1.0, false);
+            if y.holds(0.0) {
+                c.line(&[(MARGIN, y.at(0.0)), (size.width - 10.0, y.at(0.0))], GREY, 1.0, false);
+            }
             let mut front: Vec<&Point> = points.iter().filter(|p| p.on_frontier).collect();
             front.sort_by(|a, b| a.memory_mib.total_cmp(&b.memory_mib));
-            let mut steps = vec![(x.at(0.0), y.at(0.0))];
-            for p in front {
-                let (from, to) = (steps[steps.len() - 1], (x.at(p.memory_mib), y.at(p.gain)));
-                steps.extend([(to.0, from.1), to]);
+            let corner = |p: &Point| (x.at(p.memory_mib), y.at(p.gain));
+            let mut steps = Vec::new();
+            if eager {
+                steps.push((x.at(0.0), y.at(0.0)));
+            }
+            for to in front.into_iter().map(corner) {
+                if let Some((_, height)) = steps.last().copied() {
+                    steps.push((to.0, height));
+                }
+                steps.push(to);
             }
             if steps.len() > 1 {
                 c.line(&steps, GREEN, 1.5, true);
             }
-            let marks: Vec<(f64, f64)> =
-                std::iter::once((0.0, 0.0)).chain(points.iter().map(|p| (p.memory_mib, p.gain))).collect();
             for p in points {
-                let at = (x.at(p.memory_mib), y.at(p.gain));
+                let at = corner(p);
                 let look = if p.on_frontier {
                     Look::new(GREEN, Shape::Diamond)
                 } else {
@@ -164,52 +234,81 @@ fn draw_frontier(points: &[Point]) -> [String; 2] {
                 if let Some((low, high)) = p.interval {
                     c.line(&[(at.0, y.at(low)), (at.0, y.at(high))], look.color, 1.5, false);
                 }
-                c.mark(at, 5.0, if p.interval.is_some() { look } else { look.hollow() });
+                c.mark(at, MARK, if p.interval.is_some() { look } else { look.hollow() });
             }
-            c.mark((x.at(0.0), y.at(0.0)), 4.5, Look::new(INK, Shape::Square));
-            let places: Vec<(f64, f64)> = marks.iter().map(|(mx, my)| (x.at(*mx), y.at(*my))).collect();
-            for (number, place) in numbers(&places, size.width).into_iter().enumerate() {
+            if eager {
+                c.mark((x.at(0.0), y.at(0.0)), 4.5, Look::new(INK, Shape::Square));
+            }
+            let marks: Vec<Numbered> = eager
+                .then(|| Numbered { number: 0, mark: (x.at(0.0), y.at(0.0)) })
+                .into_iter()
+                .chain((1..).zip(points).map(|(number, p)| Numbered { number, mark: corner(p) }))
+                .collect();
+            let places = numbers(&marks, size.width);
+            // Leaders first: no number is crossed by another's.
+            for (of, place) in marks.iter().zip(&places) {
+                let (dx, dy) = (place.0 - of.mark.0, place.1 - of.mark.1);
+                let far = dx.hypot(dy);
+                if far > LEADER_FROM {
+                    let part = MARK / far;
+                    c.line(&[(of.mark.0 + dx * part, of.mark.1 + dy * part), *place], INK, 0.75, false);
+                }
+            }
+            for (of, place) in marks.iter().zip(&places) {
+                let text = of.number.to_string();
                 // Lines behind a number would cross it.
-                let half = text_width(&number.to_string(), TEXT) / 2.0;
+                let half = text_width(&text, TEXT) / 2.0;
                 c.rect((place.0 - half, place.1 - 6.0), (place.0 + half, place.1 + 6.0), WHITE);
-                c.text(&number.to_string(), place, INK, Align::Middle);
+                c.text(&text, *place, INK, Align::Middle);
             }
         })
     })
 }
 
+/// Radius of a point's mark.
+const MARK: f64 = 5.0;
+/// A number further from its mark than this has a line to it: it might be taken for a neighbour's.
+const LEADER_FROM: f64 = 24.0;
+
+/// A mark and what it is called.
+#[derive(Debug, Clone, Copy)]
+struct Numbered {
+    number: usize,
+    mark: (f64, f64),
+}
+
 /// A place for each mark's number, near it and clear of marks and of other numbers.
-fn numbers(marks: &[(f64, f64)], width: f64) -> Vec<(f64, f64)> {
-    const TRIES: [(f64, f64); 8] = [
-        (1.0, 0.0),
-        (-1.0, 0.0),
-        (0.0, -1.0),
-        (0.0, 1.0),
-        (1.0, -1.0),
-        (-1.0, -1.0),
-        (1.0, 1.0),
-        (-1.0, 1.0),
-    ];
-    let mut placed: Vec<(f64, f64)> = Vec::new();
-    for (number, (x, y)) in marks.iter().enumerate() {
+fn numbers(marks: &[Numbered], width: f64) -> Vec<(f64, f64)> {
+    /// Rings round a mark that are tried, the nearest first: as far as the picture reaches.
+    const RINGS: usize = 16;
+    /// Directions on each, as parts of a right angle, those along the axes first.
+    const DIRECTIONS: [f64; 16] =
+        [0.0, 2.0, 3.0, 1.0, 0.5, 1.5, 2.5, 3.5, 0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3.25, 3.75];
+    let mut placed: Vec<((f64, f64), f64)> = Vec::new();
+    for Numbered { number, mark: (x, y) } in marks {
         let half = text_width(&number.to_string(), TEXT) / 2.0;
         let clear = |&(px, py): &(f64, f64)| {
-            let apart =
-                |(ox, oy): &(f64, f64), dx: f64, dy: f64| (px - ox).abs() >= dx || (py - oy).abs() >= dy;
-            placed.iter().all(|o| apart(o, half * 2.0 + 4.0, TEXT))
-                && marks.iter().all(|m| apart(m, half + 6.0, TEXT * 0.9))
+            placed
+                .iter()
+                .all(|((ox, oy), other)| (px - ox).abs() >= half + other + 4.0 || (py - oy).abs() >= TEXT)
+                && marks
+                    .iter()
+                    .all(|m| (px - m.mark.0).abs() >= half + 6.0 || (py - m.mark.1).abs() >= TEXT * 0.9)
                 && px - half > MARGIN
                 && px + half < width
-                && py > HEAD
-                && py < HEAD + PLOT
+                && py - TEXT / 2.0 > HEAD
+                && py + TEXT / 2.0 < HEAD + PLOT
         };
-        let tries = [1.0, 2.0, 3.0, 4.0].iter().flat_map(|far| {
-            TRIES.iter().map(move |(dx, dy)| (x + dx * (half + 9.0) * far, y + dy * 15.0 * far))
+        let tries = (1..=RINGS).flat_map(|ring| {
+            DIRECTIONS.iter().map(move |turn| {
+                let (sin, cos) = (turn * std::f64::consts::FRAC_PI_2).sin_cos();
+                (x + cos * (half + 9.0) * ring as f64, y - sin * 15.0 * ring as f64)
+            })
         });
         let fallback = (x + half + 9.0, *y);
-        placed.push(tries.into_iter().find(|p| clear(p)).unwrap_or(fallback));
+        placed.push((tries.into_iter().find(|p| clear(p)).unwrap_or(fallback), half));
     }
-    placed
+    placed.into_iter().map(|(place, _)| place).collect()
 }
 
 /// Number of a block, its side, its clock.
@@ -304,11 +403,17 @@ mod tests {
 
     #[test]
     fn numbers_keep_clear_of_each_other() {
-        let marks = [(100.0, 100.0), (102.0, 101.0), (104.0, 99.0), (100.0, 104.0), (330.0, 60.0)];
-        let places = numbers(&marks, 344.0);
-        for (i, a) in places.iter().enumerate() {
-            for b in &places[i + 1..] {
-                assert!((a.0 - b.0).abs() > 10.0 || (a.1 - b.1).abs() >= TEXT, "{places:?}");
+        let few = [(100.0, 100.0), (102.0, 101.0), (104.0, 99.0), (100.0, 104.0), (330.0, 60.0)];
+        // As many scopes as a sweep has, all on one spot, at an edge.
+        let many = [(300.0, 100.0); 16];
+        for marks in [&few[..], &many] {
+            let marks: Vec<Numbered> =
+                (0..).zip(marks).map(|(number, mark)| Numbered { number, mark: *mark }).collect();
+            let places = numbers(&marks, 344.0);
+            for (i, a) in places.iter().enumerate() {
+                for b in &places[i + 1..] {
+                    assert!((a.0 - b.0).abs() > 10.0 || (a.1 - b.1).abs() >= TEXT, "{places:?}");
+                }
             }
         }
     }

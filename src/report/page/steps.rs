@@ -380,7 +380,9 @@ fn table(run: &Run, panels: &[Panel]) -> Table {
             }
             continue;
         }
-        let what = panel.title.trim_start_matches("timed").trim_end_matches(" [ms]");
+        // The phase's name goes before it: ": one step runs ahead", ", issued to ...".
+        let said = panel.title.trim_end_matches(" [ms]");
+        let what = said.strip_prefix("timed: ").map_or(format!(", {said}"), |rest| format!(": {rest}"));
         let mut groups: Vec<((Phase, usize), Vec<f64>)> = Vec::new();
         for dot in &panel.dots {
             match groups.iter_mut().find(|(key, _)| *key == (dot.phase, dot.side)) {
@@ -390,7 +392,7 @@ fn table(run: &Run, panels: &[Panel]) -> Table {
         }
         groups.sort_by_key(|(key, _)| *key);
         for ((phase, side), times) in groups {
-            line(String::new(), phase, what, side, &times);
+            line(String::new(), phase, &what, side, &times);
         }
     }
     table

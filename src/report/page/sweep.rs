@@ -85,10 +85,11 @@ pub fn html(group: &Group) -> String {
     let mut text = String::new();
     for sweep in sweeps(group) {
         let named = if sweep.name.is_empty() { String::new() } else { format!(": {}", sweep.name) };
-        let _ = writeln!(text, "<h3>Which scope to take{}</h3>", escape(&named));
+        let _ = writeln!(text, "<div class=\"keep before\">\n<h3>Which scope to take{}</h3>", escape(&named));
         for said in sentences(&sweep.tried, sweep.margin) {
             let _ = writeln!(text, "<p><b>{}</b></p>", escape(&said));
         }
+        text += "</div>\n";
         let lines = table(&sweep.tried);
         let head: Vec<&str> = lines[0].iter().map(String::as_str).collect();
         let mut shown = Table::new("sweep_scopes", &head);

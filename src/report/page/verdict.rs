@@ -104,6 +104,7 @@ fn sentence(run: &Run) -> (&'static str, String) {
                 (_, Some(_)) => format!(
                     "; the interval reaches over the margin of {margin}, so it may be a gain, a loss or neither"
                 ),
+                (Some(_), None) if pairs == "1" => "; one pair of blocks is too little to know one".into(),
                 (Some(_), None) => format!("; {pairs} pairs of blocks are too few to know one"),
                 _ => "; too few blocks were timed for a ratio".into(),
             };
