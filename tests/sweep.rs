@@ -65,7 +65,9 @@ fn a_plan_says_what_is_left_out_and_why() {
 #[test]
 fn the_recommendation_is_an_object_too() {
     let dir = tempdir().unwrap();
-    let line = format!("{LLAMA} --device cpu -ms 6 --num_layers 1 -sl 16 --vocab_size 64 -cp 1 --sweep -o x.csv --format json");
+    let line = format!(
+        "{LLAMA} --device cpu -ms 6 --num_layers 1 -sl 16 --vocab_size 64 -cp 1 --sweep -o x.csv --format json"
+    );
     for more in ["", " --resume"] {
         let output = run(dir.path(), &format!("{line}{more}"));
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

@@ -225,7 +225,8 @@ pub fn render(tried: &[Tried], margin: f64) -> String {
 /// The same for a program: of `scopes` that were to be tried.
 pub fn described(tried: &[Tried], scopes: usize, margin: f64) -> serde_json::Value {
     // An interval's end that is not known is null: JSON has no infinity.
-    let gain = |g: &Option<Gain>| g.as_ref().map(|g| json!({ "speedup": g.speedup, "low": g.low, "high": g.high }));
+    let gain =
+        |g: &Option<Gain>| g.as_ref().map(|g| json!({ "speedup": g.speedup, "low": g.low, "high": g.high }));
     let chosen = |gain: fn(&Tried) -> Option<Gain>| {
         let gains: Vec<Option<Gain>> = tried.iter().map(gain).collect();
         match recommend(&gains, margin) {

@@ -100,7 +100,10 @@ fn equal_in_every_scope(log: &mut Log, options: &CudaOptions, count: usize) {
         ),
         ("hybrid with tensor parallelism", format!("{HYBRID} --cuda_graph_scope attn,mamba")),
         // Without a scope on the command line the recipe's would stay (R10).
-        ("hybrid whole layer", format!("{HYBRID} --cuda_graph_impl transformer_engine model.cuda_graph_scope=[]")),
+        (
+            "hybrid whole layer",
+            format!("{HYBRID} --cuda_graph_impl transformer_engine model.cuda_graph_scope=[]"),
+        ),
         (
             "hybrid whole layer, padded experts",
             format!("{NANO} {PADDED} --cuda_graph_impl transformer_engine model.cuda_graph_scope=[]"),

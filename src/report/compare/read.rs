@@ -96,7 +96,8 @@ const NEEDED: [&str; 5] = ["schema_version", "run_id", "status", "model_recipe",
 /// Whether the file is a table of something else: a first line that has none of the columns without which a row cannot be placed.
 pub fn is_other_table(source: &Source) -> bool {
     let Ok(bytes) = source.bytes.as_ref() else { return false };
-    let mut reader = csv::ReaderBuilder::new().delimiter(Dialect::of(bytes).separator()).from_reader(bytes.as_slice());
+    let mut reader =
+        csv::ReaderBuilder::new().delimiter(Dialect::of(bytes).separator()).from_reader(bytes.as_slice());
     let header = reader.headers().ok().filter(|h| h.len() > 1);
     header.is_some_and(|h| !NEEDED.iter().any(|needed| h.iter().any(|column| column == *needed)))
 }

@@ -80,7 +80,9 @@ impl Input {
         };
         let (others, results): (Vec<&PathBuf>, Vec<&PathBuf>) = taken.iter().copied().partition(other);
         if !results.is_empty() {
-            let left_out = others.iter().map(|path| format!("{} holds no results of mbperf: it is left out", path.display()));
+            let left_out = others
+                .iter()
+                .map(|path| format!("{} holds no results of mbperf: it is left out", path.display()));
             input.notes.extend(left_out);
             taken = results;
         }

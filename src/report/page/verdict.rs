@@ -165,7 +165,9 @@ fn of_run(run: &Run) -> Vec<String> {
     }
     if run.cell("comm") == "stand_in" {
         let place = if on_gpu { "on this GPU" } else { "in memory" };
-        add(format!("What the network costs: collectives were stand-ins, copies {place}; for the whole job the gain is an upper bound."));
+        add(format!(
+            "What the network costs: collectives were stand-ins, copies {place}; for the whole job the gain is an upper bound."
+        ));
     }
     let approximations = run.cell("approximations");
     if !approximations.is_empty() {
