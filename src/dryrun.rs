@@ -155,6 +155,7 @@ fn recompute(r: &Recompute) -> String {
             let n = r.num_layers.unwrap_or(0);
             match r.method.as_deref() {
                 Some("uniform") => format!("full, all layers in groups of {n}"),
+                _ if n == 0 => "full, no layer".into(),
                 _ => format!("full, the first {n} layers of the stage, as far as it has so many"),
             }
         }

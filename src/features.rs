@@ -218,6 +218,14 @@ pub const FEATURES: &[Feature] = &[
             e.values.text("model.activation").is_some_and(|a| !built.contains(&a) && !of_diffusion(a))
         },
     ),
+    not_built(
+        "a gate that model.activation does not have, or an activation without its gate",
+        "leave model.gated_linear_unit out: swiglu is gated, squared_relu is not",
+        |e| {
+            let key = "model.gated_linear_unit";
+            e.explicit.contains(key) && e.values.on(key) != e.gated()
+        },
+    ),
     not_built("a norm other than RMSNorm", "set model.normalization=RMSNorm", |e| {
         e.values.text("model.normalization").is_some_and(|n| n != "RMSNorm")
     }),

@@ -62,7 +62,10 @@ pub enum KeyError {
 }
 
 fn suggestion(nearest: &Option<String>) -> String {
-    nearest.as_ref().map(|n| format!("; did you mean `{n}`?")).unwrap_or_default()
+    nearest.as_ref().map_or_else(
+        || "; `mbperf recipes show NAME` lists a recipe's keys".to_owned(),
+        |n| format!("; did you mean `{n}`?"),
+    )
 }
 
 /// Other spellings of the same key in use upstream: (spelling, name in the table).
@@ -105,8 +108,17 @@ fn nearest_key(name: &str) -> Option<String> {
     if let Some(k) = KEYS.iter().find(|k| k.name.rsplit('.').next() == Some(name)) {
         return Some(k.name.to_owned());
     }
-    nearest(name, KEYS.iter().map(|k| k.name))
+    let last = |name: &str| name.rsplit('.').next().unwrap_or(name).to_lowercase();
+    let near = |found: &String| {
+        let (a, b) = (last(name), last(found));
+        let length = a.chars().count().max(b.chars().count());
+        strsim::damerau_levenshtein(&a, &b) * LEAST_ALIKE <= length
+    };
+    nearest(name, KEYS.iter().map(|k| k.name)).filter(near)
 }
+
+/// Of so many letters of a key's last part one may be another: keys of one section begin alike and mean other things.
+const LEAST_ALIKE: usize = 3;
 
 /// No name is half as long: a longer word is none that was misspelt, and to compare it takes time.
 pub const LONGEST_MISSPELT: usize = 128;
@@ -181,7 +193,9 @@ mod tests {
         };
         assert_eq!(suggested("model.hiden_size").as_deref(), Some("model.hidden_size"));
         assert_eq!(suggested("hidden_size").as_deref(), Some("model.hidden_size"));
-        assert_eq!(suggested("zzz"), None);
+        for far in ["zzz", "model.foo", "model.bf16", "model.params_dtype"] {
+            assert_eq!(suggested(far), None, "{far}");
+        }
         assert_eq!(suggested("model.enable_cuda_graph").as_deref(), Some("model.cuda_graph_impl"));
         assert_eq!(suggested(&"model.hiden_size".repeat(10_000)), None);
         assert!(find(&"x".repeat(100_000)).unwrap_err().to_string().len() < 200);

@@ -30,6 +30,7 @@ mod rules;
 mod segments;
 mod signals;
 mod sweep;
+mod toggles;
 
 /// A file that is not named above would be no test at all, and nobody would miss it.
 #[test]

@@ -253,7 +253,8 @@ fn outside(name: &str, range: &Range, value: &Value) -> Option<String> {
     let (fits, takes) = match *range {
         Whole(least, most) => (
             value.as_i64().is_some_and(|v| (least..=most).contains(&v)),
-            format!("outside {least} to {most}"),
+            // What is below 0 and in range is for a rule to explain.
+            format!("outside {} to {most}", if least == -MAX_SIZE { 0 } else { least }),
         ),
         Real(least, most) => (within(least, most), format!("outside {} to {}", figure(least), figure(most))),
         OrNone(least, most) => (

@@ -64,6 +64,7 @@ pub fn effective(
         explicit,
         layers,
         max_steps,
+        idle: Vec::new(),
     }
 }
 

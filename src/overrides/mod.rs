@@ -4,14 +4,17 @@
 mod apply;
 mod build;
 mod graphs;
+mod idle;
 mod layers;
+
+pub use idle::{HARNESS, not_built as not_built_by_key};
 
 use crate::args::{Args, impl_name};
 use crate::config::RunConfig;
 use crate::features;
 use crate::keys::KeyError;
 use crate::recipe::{Catalogue, Recipe, RecipeError, Selector};
-use crate::rules::{self, Values, Violation};
+use crate::rules::{self, Effective, Values, Violation};
 use crate::workloads::schedule::Pipeline;
 use crate::workloads::share::{RankShare, ShareError};
 use serde::Serialize;
@@ -110,29 +113,76 @@ pub fn resolve(
     env: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Resolved, UsageError> {
     let recipe = catalogue.select(&selector(args))?;
-    let mut notices = Vec::new();
-    let mut values = Values(recipe.values.clone());
-    let mut explicit = BTreeSet::new();
+    let mut settings: Vec<Setting> = Vec::new();
     for text in &args.overrides {
         let (key, value) = text.split_once('=').unwrap_or((text, ""));
         let (key, value) = crate::keys::parse_value(key, value)?;
-        values.set(key, value);
-        explicit.insert(key.to_owned());
+        // The last of a repeated one wins.
+        settings.retain(|(known, _)| *known != key);
+        settings.push((key, value));
     }
-    apply::flags(args, &recipe, &mut values, &explicit, &mut notices);
+    let again = |settings: &[Setting]| configure(args, &recipe, settings, env);
+    let mut configured = again(&settings)?;
+    idle::treat(&mut configured, &Values(recipe.values.clone()), &settings, &again)?;
+    let Configured { effective, config, notices } = configured;
+    let max_steps = effective.max_steps.and_then(|n| usize::try_from(n).ok());
+    Ok(Resolved { config, notices, recipe, values: effective.values, args: args.clone(), max_steps })
+}
+
+/// One `key=value`.
+type Setting = (&'static str, Value);
+
+/// Options and settings on a recipe, judged.
+struct Configured {
+    effective: Effective,
+    config: RunConfig,
+    notices: Vec<Notice>,
+}
+
+fn configure(
+    args: &Args,
+    recipe: &Recipe,
+    settings: &[Setting],
+    env: &dyn Fn(&str) -> Option<String>,
+) -> Result<Configured, UsageError> {
+    let mut notices = Vec::new();
+    let mut values = Values(recipe.values.clone());
+    let mut explicit = BTreeSet::new();
+    for (key, value) in settings {
+        values.set(key, value.clone());
+        explicit.insert((*key).to_owned());
+    }
+    apply::flags(args, recipe, &mut values, &explicit, &mut notices);
     let graph = graphs::coerce(args, &mut values, &explicit, &mut notices);
-    let effective = build::effective(args, &recipe, values, explicit, graph, env, &mut notices);
+    let effective = build::effective(args, recipe, values, explicit, graph, env, &mut notices);
     rules::judge(&effective)?;
     let (approximations, not_built) = features::sort(&effective);
     graphs::notices(&effective, &mut notices);
     for text in &not_built {
         notices.push(Notice::new("not_built", text.clone()));
     }
-    let config = build::config(&effective, &recipe, approximations, not_built);
-    RankShare::of(&config)?;
+    let config = build::config(&effective, recipe, approximations, not_built);
+    let share = RankShare::of(&config)?;
     notices.extend(shortened_pipeline(&config));
-    let max_steps = effective.max_steps.and_then(|n| usize::try_from(n).ok());
-    Ok(Resolved { config, notices, recipe, values: effective.values, args: args.clone(), max_steps })
+    notices.extend(recompute_clamped(&effective, &config, &share));
+    Ok(Configured { effective, config, notices })
+}
+
+/// A number of layers to recompute that the user gave, and that no chunk of the stage has.
+fn recompute_clamped(e: &Effective, cfg: &RunConfig, share: &RankShare) -> Option<Notice> {
+    let key = "model.recompute_num_layers";
+    let given = e.args.performance.recompute_num_layers.is_some() || e.explicit.contains(key);
+    let asked = cfg.recompute.num_layers.filter(|_| given && e.full_recompute())?;
+    let has = share.chunks.iter().map(|c| c.len()).max().unwrap_or(0);
+    let what = if cfg.recompute.method.as_deref() == Some("uniform") {
+        "one group of all of them is recomputed"
+    } else {
+        "all of them are recomputed"
+    };
+    (asked > has).then(|| {
+        let text = format!("recompute of {asked} layers: the stage (or its virtual one) has {has}, {what}");
+        Notice::new("recompute_clamped", text)
+    })
 }
 
 /// A run of fewer micro-batches than the stage has in flight holds fewer activations, and graphs, than the job.

@@ -299,7 +299,7 @@ columns! {
     graph_memory_mib Float r => r.graph().and_then(|o| o.graph_cost.as_ref()?.memory_mib), "Device memory that capture, instantiation and upload took.";
     memory_source Text r => memory_source(r), "Where the two memory figures come from, or why one is empty.";
     tokens_per_s Float r => rate(r, r.facts.tokens_per_step.map(|t| t as f64)), "Tokens of this rank a second, at the median step time.";
-    model_tflops_per_gpu Float r => rate(r, r.facts.model_flops_per_step.map(|f| f / 1e12)), "Model TFLOP/s of this rank (recomputation not counted), at the median step time.";
+    model_tflops_per_gpu Float r => rate(r, r.facts.model_flops_per_step.map(|f| f / 1e12)), "Model TFLOP/s of this rank (recomputation not counted; what a capacity factor without padding drops is counted), at the median step time.";
     speedup Float r => r.compared().and_then(|o| o.speedup), "Step time eager over graph: above 1 the graph is faster. A lower bound for frameworks with a slower host; empty on a CPU.";
     speedup_ci95_low Float r => r.compared().and_then(|o| o.speedup_ci95.map(|c| c.0)), "Low end of the 95 % interval of the paired log-ratio; empty under eight pairs.";
     speedup_ci95_high Float r => r.compared().and_then(|o| o.speedup_ci95.map(|c| c.1)), "High end of it.";

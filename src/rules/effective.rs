@@ -70,6 +70,8 @@ pub struct Effective {
     pub nccl_graph_register: Option<String>,
     /// The run is one of several processes, by `--nproc_per_node` or by a launcher.
     pub several_processes: bool,
+    /// Settings that the user gave and that change nothing, each with the reason. Empty until all else is judged.
+    pub idle: Vec<String>,
 }
 
 impl Effective {
@@ -110,6 +112,10 @@ impl Effective {
             Scope::Moe | Scope::MoeRouter | Scope::MoePreprocess => self.count(&[Moe, MoeOnly, DeltaMoe]),
             Scope::Mamba => self.count(&[Mamba]),
         }
+    }
+    /// The activation multiplies two halves of a product.
+    pub fn gated(&self) -> bool {
+        !matches!(self.values.text("model.activation"), Some("squared_relu" | "gelu"))
     }
     /// DeepSeek-V4's attention.
     pub fn shared_kv(&self) -> bool {

@@ -314,15 +314,21 @@ pub const RULES: &[Rule] = &[
     Rule {
         id: "M22",
         wrong: "--first_k_dense_replace above the number of layers, or on a hybrid pattern",
-        remedy: "Give a number from 0 to the number of layers less one.",
+        remedy: "Give a number from 0 to the number of layers less one; leave it out where there is a hybrid pattern.",
         broken: |e| {
             let k = e.args.general.first_k_dense_replace?;
             let n = i64::try_from(e.layers.len()).unwrap_or(i64::MAX);
             let hybrid = e.layers.iter().any(|l| {
                 matches!(l, LayerKind::AttnOnly | LayerKind::MlpOnly | LayerKind::MoeOnly | LayerKind::Mamba)
             });
-            when(hybrid || k < 0 || k >= n, || {
-                format!("--first_k_dense_replace {k}: {} has {n} layers", e.recipe)
+            when(hybrid, || {
+                format!(
+                    "--first_k_dense_replace {k}: the hybrid pattern of {} says what each layer is: edit model.hybrid_override_pattern",
+                    e.recipe
+                )
+            })
+            .or_else(|| {
+                when(k < 0 || k >= n, || format!("--first_k_dense_replace {k}: {} has {n} layers", e.recipe))
             })
         },
     },

@@ -80,6 +80,11 @@ const PARTS: &[Part] = &[
         without: "multi-token prediction (model.mtp_num_layers)",
     },
     Part {
+        keys: &["model.moe_shared_expert_overlap", "model.moe_shared_expert_gate"],
+        there: Effective::shared_expert,
+        without: "a shared expert (model.moe_shared_expert_intermediate_size)",
+    },
+    Part {
         keys: &["model.window_attn_skip_freq"],
         there: |e| e.values.is_set("model.window_size"),
         without: "attention windows (model.window_size)",
@@ -98,7 +103,7 @@ const PARTS: &[Part] = &[
 ];
 
 /// Says that something is off, or is not there.
-fn off(value: &Value) -> bool {
+pub fn off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::Number(n) => n.as_f64() == Some(0.0),
@@ -337,5 +342,11 @@ pub const RULES: &[Rule] = &[
                     .to_owned()
             })
         },
+    },
+    Rule {
+        id: "M32",
+        wrong: "a setting that changes nothing in what is run",
+        remedy: "Leave it out, or set what it belongs to.",
+        broken: |e| e.idle.first().cloned(),
     },
 ];

@@ -11,6 +11,7 @@ mod overlap;
 mod sizes;
 
 pub use effective::{Effective, Values};
+pub use idle::off;
 pub use sizes::layout_of;
 
 use std::fmt::Write;
@@ -100,6 +101,11 @@ pub const COERCIONS: &[(&str, &str)] = &[
         "--use_tokendrop true: capacity factor 1.0, padded to it, own routing; on a dense model ignored (notice tokendrop_ignored)",
     ),
     ("R20", "--moe_flex_dispatcher_backend: None means alltoall, a name means flex with that backend"),
+    (
+        "M32",
+        "train.manual_gc, train.manual_gc_interval and dataset.kind are taken for the harness's sake and have no effect (notice \
+         no_effect); a key=value that an option replaces is told (notice setting_overruled)",
+    ),
     ("R21", "--data squad_packed pads the list of sequence starts when graphs are on"),
     ("R38", "a recomputed module that fits no layer changes nothing (notice recompute_matches_no_layer)"),
     ("R38", "recomputing core_attn is pointless with fused attention (notice core_attn_recompute)"),

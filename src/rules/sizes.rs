@@ -392,6 +392,60 @@ pub const LAYOUT: &[Rule] = &[
         },
     },
     Rule {
+        id: "M33",
+        wrong: "group-limited routing whose groups do not fit the experts or the choices of a token",
+        remedy: "Choose model.moe_router_num_groups that divides the experts, and model.moe_router_group_topk from 1 to the \
+                 groups and to model.moe_router_topk, with room for the top-k in the chosen groups; or set both to null.",
+        broken: |e| {
+            let key = "model.moe_router_num_groups";
+            let (groups, chosen) = (e.values.int(key), e.values.int("model.moe_router_group_topk"));
+            let (experts, topk) = (e.experts(), e.size("model.moe_router_topk"));
+            let explicit = |key: &str| e.explicit.contains(key);
+            let wrong = match (groups, chosen) {
+                (None, None) => return None,
+                (None, Some(c)) => {
+                    return when(e.moe() && explicit("model.moe_router_group_topk"), || {
+                        format!("model.moe_router_group_topk {c} without {key}")
+                    });
+                }
+                (Some(g), None) => format!("{key} {g} without model.moe_router_group_topk"),
+                (Some(g), Some(_)) if experts % g.max(1) != 0 => {
+                    format!("{key} {g} does not divide {experts} experts")
+                }
+                (Some(g), Some(c)) if c > g => format!("model.moe_router_group_topk {c} of {g} groups"),
+                (Some(_), Some(c)) if c > topk => {
+                    format!("model.moe_router_group_topk {c} groups for a model.moe_router_topk of {topk}")
+                }
+                (Some(g), Some(c)) if topk > c.saturating_mul(experts / g.max(1)) => format!(
+                    "model.moe_router_topk {topk} of {c} groups (model.moe_router_group_topk) of {} experts",
+                    experts / g.max(1)
+                ),
+                _ => return None,
+            };
+            when(e.moe(), || wrong)
+        },
+    },
+    Rule {
+        id: "M34",
+        wrong: "a capacity factor by which an expert could hold more rows than a micro-batch has tokens",
+        remedy: "Lower model.moe_expert_capacity_factor to at most experts / top-k; null drops no token.",
+        broken: |e| {
+            let factor = e.capacity_factor().filter(|_| e.moe())?;
+            let (experts, topk) = (e.experts(), e.size("model.moe_router_topk"));
+            // A token goes to an expert once.
+            let most = experts as f64 / topk.max(1) as f64;
+            when(factor > most, || {
+                format!(
+                    "model.moe_expert_capacity_factor {}: an expert of {experts} with top-k {topk} would hold {:.3} times the \
+                     tokens, and can get each once (factor {})",
+                    figure(factor),
+                    factor / most,
+                    figure(most)
+                )
+            })
+        },
+    },
+    Rule {
         id: "M10",
         wrong: "a sequence that does not divide over context- and tensor-parallel ranks",
         remedy: "Choose -sl a multiple of 2 x cp (cp above 1), and of tp x cp with sequence parallelism.",
