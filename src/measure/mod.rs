@@ -308,9 +308,7 @@ fn notices(arms: &[ArmResult], pairs: usize, stopped: Option<Stopped>) -> Vec<St
             1 => "one pair of blocks is too little".to_owned(),
             _ => format!("{pairs} pairs of blocks are too few"),
         };
-        notices.push(format!(
-            "{found} for an interval ({MIN_PAIRS} are needed): raise {more}"
-        ));
+        notices.push(format!("{found} for an interval ({MIN_PAIRS} are needed): raise {more}"));
     }
     for arm in arms {
         if let Some(reason) = arm.steady.reason.as_ref().filter(|_| arm.steady.reached == Some(false)) {

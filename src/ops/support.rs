@@ -83,7 +83,10 @@ impl Draws {
     }
     /// `len` values in [low, high).
     pub fn uniforms(&self, len: usize, low: f64, high: f64) -> Vec<f64> {
-        (0..len).into_par_iter().map(|i| low + (high - low) * self.words(i)[0] as f64 / 4_294_967_296.0).collect()
+        (0..len)
+            .into_par_iter()
+            .map(|i| low + (high - low) * self.words(i)[0] as f64 / 4_294_967_296.0)
+            .collect()
     }
 }
 
