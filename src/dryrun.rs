@@ -252,8 +252,9 @@ pub fn text(plan: &RunPlan, gpu: &str) -> String {
     }
     let _ = writeln!(
         out,
-        "Model FLOPs: {:.1} GFLOP, without recompute and what a backward computes again (scores, states).",
-        program.model_flops() / 1e9
+        "Model FLOPs: {:.1} GFLOP, without {}what a backward pass computes again (scores, states).",
+        program.model_flops() / 1e9,
+        if repeated.launches > 0 { "recompute and " } else { "" }
     );
     let _ = match total.floor_ms {
         Some(_) => writeln!(
@@ -315,7 +316,7 @@ mod tests {
         cfg.recompute.modules = vec!["mlp".into()];
         let (again, page) = described(&cfg);
         assert!(heading(&cfg, "tiny").contains("recompute: selective: mlp"));
-        assert!(page.contains("mlp             recompute") && page.contains("no model FLOPs"), "{page}");
+        assert!(page.contains("mlp             recompute") && page.contains("  of them recompute"), "{page}");
         assert_eq!(again["gflops"], plain["gflops"]);
         // Norm, two products and the activation, of two layers and two micro-batches.
         assert_eq!(again["recompute"]["launches"], 16);

@@ -163,7 +163,7 @@ fn the_time_is_kept_even_with_long_steps() {
     let script = FakeExecutor::script().eager(Times::new(30_000.0)).graph(Times::new(28_000.0));
     let outcome = measure_script(script, &Options::default());
     assert_eq!((outcome.pairs, outcome.verdict), (1, Some(Verdict::Undecided)));
-    assert!(outcome.speedup_ci95.is_none() && outcome.notices[0].contains("too few"));
+    assert!(outcome.speedup_ci95.is_none() && outcome.notices[0].contains("too little"));
 }
 
 /// Time of the steps in blocks and in the final check.
