@@ -279,12 +279,12 @@ fn injected_faults() {
             let kind = of.name();
             let fault = format!("{phase}:{kind}");
             let line =
-                format!("{RUN} {SMALL} -ms {steps} -q -o {phase}_{kind}.csv --repeat 3 --inject {fault}");
+                format!("{RUN} {SMALL} -ms {steps} -q -o {phase}_{kind}.csv --repeat 2 --inject {fault}");
             let said = fails(dir.path(), &line, code);
             assert!(!said.contains("nothing saw it"), "{fault}: {said}");
             let rows = records(&fs::read(dir.path().join(format!("{phase}_{kind}.csv"))).unwrap());
             // Without a device there is nothing to repeat on.
-            assert_eq!(rows.len(), if phase == Phase::Prepare { 3 } else { 7 }, "{fault}");
+            assert_eq!(rows.len(), if phase == Phase::Prepare { 3 } else { 5 }, "{fault}");
             for row in 2..rows.len() - 1 {
                 assert_eq!(
                     cell(&rows, row, "status"),
