@@ -7,7 +7,9 @@ use crate::common::pages::{Label, Page, page, pictures, steps_file};
 use crate::common::results::Results;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Write;
 use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 use tempfile::tempdir;
 
@@ -631,6 +633,11 @@ fn files_that_cannot_be_read_or_written_are_told() {
             assert!(fails(folder, &format!("report good.csv {outputs}"), 1).contains("No space left"));
         }
     }
+    // A pipe is read once.
+    let mut child =
+        binary::command(folder, "report /dev/stdin -o piped.html").stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(&bytes).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
     // A table of something else beside results is left out, as of a folder's *.csv, and that is said.
     let output = run(folder, "report good.csv foreign.csv -o other.html");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

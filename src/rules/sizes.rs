@@ -1,4 +1,6 @@
 //! Rules about numbers (judged first: later rules may rely on sane sizes) and about the rank layout (judged last).
+//!
+//! Over 500 lines: one table, a rule a row.
 
 use super::{Effective, Rule};
 use crate::config::{Ddp, Parallel};

@@ -74,21 +74,23 @@ impl Input {
             taken.push(path);
         }
         // Of several files, as `results/*.csv` names them, tables of something else are left out; alone one is refused.
-        let other = |path: &&PathBuf| {
-            let name = path.display().to_string();
-            read::is_other_table(&Source { name, bytes: file::read(path).map_err(|e| e.to_string()) })
-        };
-        let (others, results): (Vec<&PathBuf>, Vec<&PathBuf>) = taken.iter().copied().partition(other);
-        if !results.is_empty() {
-            let left_out = others
-                .iter()
-                .map(|path| format!("{} holds no results of mbperf: it is left out", path.display()));
+        // Each is read once: a pipe has nothing more after that.
+        let sources = taken.into_iter().map(|path: &PathBuf| {
+            let bytes = file::read(path).map_err(|e| e.to_string());
+            (path, Source { name: path.display().to_string(), bytes })
+        });
+        let (others, mut results): (Vec<_>, Vec<_>) =
+            sources.partition(|(_, source)| read::is_other_table(source));
+        if results.is_empty() {
+            results = others;
+        } else {
+            let left_out =
+                others.iter().map(|(_, s)| format!("{} holds no results of mbperf: it is left out", s.name));
             input.notes.extend(left_out);
-            taken = results;
         }
-        let names = short_names(&taken);
-        for (path, name) in taken.into_iter().zip(names) {
-            let file = FileData::read(path, name, whole, &mut input.notes)?;
+        let names = short_names(&results.iter().map(|(path, _)| *path).collect::<Vec<_>>());
+        for ((path, source), name) in results.into_iter().zip(names) {
+            let file = FileData::read(path, &source, name, whole, &mut input.notes)?;
             input.files.push(file);
         }
         Ok(input)
@@ -138,10 +140,14 @@ impl Input {
 }
 
 impl FileData {
-    fn read(path: &Path, name: String, whole: bool, notes: &mut Vec<String>) -> Result<Self, String> {
-        let source =
-            Source { name: path.display().to_string(), bytes: file::read(path).map_err(|e| e.to_string()) };
-        let rows = read::read(&source)?;
+    fn read(
+        path: &Path,
+        source: &Source,
+        name: String,
+        whole: bool,
+        notes: &mut Vec<String>,
+    ) -> Result<Self, String> {
+        let rows = read::read(source)?;
         rows.iter().try_for_each(check)?;
         let mut unknown: Vec<&str> =
             rows[0].columns().filter(|n| !COLUMNS.iter().any(|c| c.name == *n)).collect();
