@@ -1,6 +1,6 @@
 //! CUDA side: checks, tile sizes, grids and kernel parameters.
 
-use super::{AttnShape, hopper};
+use super::{AttnShape, hopper, window};
 use crate::device::DeviceError;
 use crate::device::cuda::cudnn::{Pass, SdpaSpec};
 use crate::device::cuda::prep::{Config, CudaPrep, DevPtr, Issue, KernelSource, Param};
@@ -312,6 +312,9 @@ pub(super) fn forward(s: &AttnShape, cuda: &mut CudaPrep, args: &[DevPtr]) -> Re
     if hopper::takes(s, cuda.cc) {
         return hopper::forward(s, cuda, [q, k, v, o, lse]);
     }
+    if window::takes(s, cuda.cc) {
+        return window::forward(s, cuda, [q, k, v], sinks, [o, lse]);
+    }
     let tiles = Tiles::of(s, cuda.cc);
     let (warps, fragments, keys, _) = tiles.fwd;
     let rows = warps * fragments * FRAGMENT_ROWS;
@@ -340,7 +343,8 @@ fn delta_bytes(s: &AttnShape) -> usize {
     (s.batch() * s.q_heads * s.q_len() * 4).next_multiple_of(PIECE_BYTES)
 }
 
-/// Delta rows, then with more than one split the fp32 parts of dk and dv.
+/// Delta rows, then with more than one split the fp32 parts of dk and dv (which the kernels of [`hopper`] and [`window`] do not use:
+/// the workspace must not depend on the device).
 pub(super) fn backward_workspace(s: &AttnShape) -> usize {
     let splits = dkv_splits(s);
     let parts = if splits == 1 { 0 } else { splits };
@@ -386,6 +390,10 @@ pub(super) fn backward(
         }
         issues.push(hopper::backward(s, cuda, [q, k, v, o, d_o, lse, workspace, dq, dk, dv])?);
         return Ok(Issue::Many(issues));
+    }
+    if window::takes(s, cuda.cc) {
+        let sinks = sinks.zip(dsinks.first().copied());
+        return window::backward(s, cuda, [q, k, v, o, lse, d_o], sinks, workspace, [dq, dk, dv]);
     }
     let (delta, partial) = (workspace, workspace.offset(delta_bytes(s)));
     let tiles = Tiles::of(s, cuda.cc);

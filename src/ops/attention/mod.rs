@@ -17,6 +17,7 @@ mod launch;
 mod reference;
 #[cfg(test)]
 mod tests;
+mod window;
 
 use crate::cpu_reference;
 use crate::device::DeviceError;

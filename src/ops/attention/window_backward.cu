@@ -1,0 +1,250 @@
+// Attention backward in a narrow window, in two kernels: one owns rows of dq and forms delta = do . o for both, one owns rows of dk
+// and dv. Both recompute the probabilities from the saved log-sum-exp. Every sum has one owner and a fixed order.
+
+// dq of one strip of one head. first_strip: the first strip of keys, or below 0 where the sequence begins after it.
+__device__ __forceinline__ void strip_dq(float (&acc)[D / 8][4], const u32 (&q)[D / 16][4], const u32 (&d_o)[D / 16][4],
+                                         const float (&row_lse)[2], const float (&row_delta)[2], const Lane& k_cols,
+                                         const Lane& v_cols, const Lane& k_rows, int first_strip, float scale_log2) {
+    const int lane = threadIdx.x & 31, row = lane >> 2, col = (lane & 3) * 2;
+    zero(acc);
+    #pragma unroll 2                                     // three take more than 128 registers
+    for (int t = max(-first_strip, 0); t < STRIPS; ++t) {
+        const int back = BACK - t;
+        float p[2][4], dp[2][4];
+        scores(p, q, k_cols, t);
+        scores(dp, d_o, v_cols, t);
+        #pragma unroll
+        for (int n = 0; n < 2; ++n)
+            #pragma unroll
+            for (int e = 0; e < 4; ++e)
+                p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -row_lse[e >> 1])) * (dp[n][e] - row_delta[e >> 1]);
+        if (cut(back)) {
+            #pragma unroll
+            for (int n = 0; n < 2; ++n)
+                #pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (!visible(back * STRIP + row + (e & 2) * 4 - (col + n * 8 + (e & 1)))) p[n][e] = 0.f;
+        }
+        u32 a[4];
+        pack(a, p);
+        accumulate(acc, a, k_rows, t);
+    }
+}
+
+// A block owns what a forward block owns: keys and values stay in shared memory, a warp takes a strip of one head after the other. Shared: keys, values, then strips of q, do and dq a warp. `delta` f32 [b, q_heads, len].
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_dq_window(
+    const bf16* q, const bf16* k, const bf16* v, const bf16* o, const float* lse, const bf16* d_o, float* delta, bf16* dq,
+    int len, int q_heads, int kv_heads, int heads, float scale) {
+    extern __shared__ __align__(16) u8 shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    u8* const k_tile = shared;
+    u8* const v_tile = k_tile + KEYS * LINE;
+    u8* const q_strip = v_tile + KEYS * LINE + warp * 3 * STRIP_BYTES;
+    u8* const do_strip = q_strip + STRIP_BYTES;
+    u8* const dq_strip = do_strip + STRIP_BYTES;
+
+    const Owned own(ROWS, q_heads / kv_heads, heads);
+    const int row0 = own.row0 + warp * STRIP;            // of this warp
+    const int q_stride = q_heads * D, k_stride = kv_heads * D;
+    const i64 kv_first = (i64)own.b * len * k_stride + own.kv_head * D;
+    const i64 q_first = (i64)own.b * len * q_stride + own.first_head * D;
+    const i64 row_first = ((i64)own.b * q_heads + own.first_head) * len;         // in lse and delta
+
+    // The strip's o, in the pieces that this lane also reads of do: rows 4 i + lane / 8.
+    uint4 o_pieces[STRIP / 4];
+    const auto load_o = [&](int head) {
+        const int piece = anew(lane);
+        #pragma unroll
+        for (int i = 0; i < STRIP / 4; ++i) {
+            const int row = min(row0 + i * 4 + piece / PIECES, len - 1);
+            o_pieces[i] = *reinterpret_cast<const uint4*>(o + q_first + head * D + (i64)row * q_stride + piece % PIECES * 8);
+        }
+    };
+    load_strip(q_strip, q + q_first, row0, len, q_stride);
+    load_strip(do_strip, d_o + q_first, row0, len, q_stride);
+    load_o(0);
+    load_rows<KEYS, THREADS, false>(k_tile, k + kv_first, own.row0 - BACK * STRIP, len, k_stride);
+    load_rows<KEYS, THREADS, false>(v_tile, v + kv_first, own.row0 - BACK * STRIP, len, k_stride);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+
+    const Lane q_lane = lane_rows(smem_addr(q_strip), lane), do_lane = lane_rows(smem_addr(do_strip), lane);
+    const u32 keys = smem_addr(k_tile) + warp * STRIP_BYTES;
+    const Lane k_cols = lane_cols(keys, lane), v_cols = lane_cols(keys + KEYS * LINE, lane), k_rows = lane_rows(keys, lane);
+    const int first_strip = row0 / STRIP - BACK;         // of the keys
+    const float scale_log2 = scale * LOG2E;
+
+    for (int i = 0; i < own.heads; ++i) {
+        float row_lse[2], row_delta[2];                  // lse in powers of two
+        const int row = row0 + (lane >> 2);              // + 8
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) row_lse[half] = lse[row_first + (i64)i * len + min(row + half * 8, len - 1)] * LOG2E;
+        if (i > 0) {
+            cp_async_wait<0>();
+            __syncwarp();
+        }
+        u32 q_a[D / 16][4], do_a[D / 16][4];
+        load_fragments(q_a, q_lane);
+        load_fragments(do_a, do_lane);
+        float sums[STRIP / 4];                           // delta of rows 4 j + lane / 8
+        #pragma unroll
+        for (int j = 0; j < STRIP / 4; ++j) {
+            const uint4 x = o_pieces[j];
+            const uint4 y = *reinterpret_cast<const uint4*>(do_strip + piece_at(j * 4 + lane / PIECES, lane % PIECES));
+            const float low = bf16_lo(x.x) * bf16_lo(y.x) + bf16_lo(x.y) * bf16_lo(y.y) + bf16_lo(x.z) * bf16_lo(y.z) + bf16_lo(x.w) * bf16_lo(y.w);
+            const float high = bf16_hi(x.x) * bf16_hi(y.x) + bf16_hi(x.y) * bf16_hi(y.y) + bf16_hi(x.z) * bf16_hi(y.z) + bf16_hi(x.w) * bf16_hi(y.w);
+            sums[j] = low + high;
+            #pragma unroll
+            for (int across = 1; across < PIECES; across *= 2) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], across);
+        }
+        __syncwarp();                                    // every lane has read the strips
+        if (i + 1 < own.heads) {
+            load_strip(q_strip, q + q_first + (i + 1) * D, row0, len, q_stride);
+            load_strip(do_strip, d_o + q_first + (i + 1) * D, row0, len, q_stride);
+            cp_async_commit();
+        }
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            // Row r = lane / 4 + 8 half is row r % 4 of sums[r / 4].
+            const int holder = (lane >> 2 & 3) * PIECES;
+            const float early = __shfl_sync(0xffffffffu, sums[2 * half], holder), late = __shfl_sync(0xffffffffu, sums[2 * half + 1], holder);
+            row_delta[half] = lane < 16 ? early : late;
+            if ((lane & 3) == 0 && row + half * 8 < len) delta[row_first + (i64)i * len + row + half * 8] = row_delta[half];
+        }
+
+        float acc[D / 8][4];
+        strip_dq(acc, q_a, do_a, row_lse, row_delta, k_cols, v_cols, k_rows, first_strip, scale_log2);
+        if (i + 1 < own.heads) load_o(i + 1);            // under way while dq is written
+        store_strip(dq_strip, acc, scale, scale, dq + q_first + i * D, row0, len, q_stride);
+    }
+}
+
+// dk and dv: a block owns DKV_WARPS * 16 keys of one key head, a strip a warp, and takes the query heads of the group one after the
+// other: the queries that see these keys lie in shared memory, with those of the next head on their way. Scores are transposed,
+// k q^T, so that probabilities and their gradients are operands of the second products straight from registers; k and v are
+// operands in registers throughout. Queries that see the strip begin at the strip itself.
+// Shared: two stages of q and do, then of lse and delta.
+constexpr int DKV_THREADS = DKV_WARPS * 32, DKV_KEYS = DKV_WARPS * STRIP, QUERIES = DKV_KEYS + BACK * STRIP;
+constexpr int DKV_STAGE = 2 * QUERIES * LINE;
+// Eight warps fill the registers of a multiprocessor; more blocks where they are small.
+constexpr int DKV_BLOCKS_PER_SM = DKV_WARPS < 8 ? 8 / DKV_WARPS : 1;
+
+// Rows row0 + lane / 4 and 8 more of a matrix as operand A, straight from memory: read once.
+__device__ __forceinline__ void fetch_fragments(u32 (&a)[D / 16][4], const bf16* matrix, int row0, int rows, int stride) {
+    const int lane = threadIdx.x & 31;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bf16* const row = matrix + (i64)min(row0 + (lane >> 2) + half * 8, rows - 1) * stride + (lane & 3) * 2;
+        #pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+            a[k][half] = *reinterpret_cast<const u32*>(row + k * 16);
+            a[k][2 + half] = *reinterpret_cast<const u32*>(row + k * 16 + 8);
+        }
+    }
+}
+
+#if SINKS
+// dsinks[b, h] = -sum over the rows of exp(sink - lse) * delta: a sink has no value, so nothing but delta goes back to it.
+__device__ __forceinline__ void sink_gradient(const float* lse, const float* delta, float sink, float* dsink, int len) {
+    __shared__ float scratch[32];
+    float sum = 0.f;
+    #pragma unroll 4
+    for (int i = threadIdx.x; i < len; i += DKV_THREADS) sum = fmaf(-exp2_fast((sink - lse[i]) * LOG2E), delta[i], sum);
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) *dsink = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) attention_dkv_window_sinks(
+    const bf16* q, const bf16* k, const bf16* v, const float* lse, const bf16* d_o, const float* delta, const bf16* sinks,
+    bf16* dk, bf16* dv, float* dsinks, int len, int q_heads, int kv_heads, float scale)
+#else
+extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) attention_dkv_window(
+    const bf16* q, const bf16* k, const bf16* v, const float* lse, const bf16* d_o, const float* delta,
+    bf16* dk, bf16* dv, int len, int q_heads, int kv_heads, float scale)
+#endif
+{
+    extern __shared__ __align__(16) u8 shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float* const row_values = reinterpret_cast<float*>(shared + 2 * DKV_STAGE);  // stage s: lse at 2 s, delta at 2 s + 1
+
+    const Owned own(DKV_KEYS, q_heads / kv_heads, q_heads / kv_heads);
+    const int j0 = own.row0, key0 = j0 + warp * STRIP;
+    const int q_stride = q_heads * D, k_stride = kv_heads * D;
+    const i64 kv_first = (i64)own.b * len * k_stride + own.kv_head * D;
+    const i64 q_first = (i64)own.b * len * q_stride + own.first_head * D;
+    const i64 row_first = ((i64)own.b * q_heads + own.first_head) * len;
+    q += q_first;
+    d_o += q_first;
+    lse += row_first;
+    delta += row_first;
+
+    const auto load_stage = [&](int stage, int head) {
+        u8* const tile = shared + stage * DKV_STAGE;
+        load_rows<QUERIES, DKV_THREADS, true>(tile, q + head * D, j0, len, q_stride);
+        load_rows<QUERIES, DKV_THREADS, true>(tile + QUERIES * LINE, d_o + head * D, j0, len, q_stride);
+        #pragma unroll
+        for (int at = 0; at < 2 * QUERIES; at += DKV_THREADS) {
+            const int r = at + threadIdx.x;
+            if (2 * QUERIES % DKV_THREADS != 0 && r >= 2 * QUERIES) break;
+            const int row = j0 + (r < QUERIES ? r : r - QUERIES);
+            // Rows beyond the end get zeros: p = 1 meets do = 0, ds = 1 * (0 - 0).
+            const float* const from = (r < QUERIES ? lse : delta) + (i64)head * len + min(row, len - 1);
+            cp_async4_zfill(row_values + stage * 2 * QUERIES + r, from, row < len);
+        }
+        cp_async_commit();
+    };
+
+    load_stage(0, 0);
+#if SINKS
+    // The group's sinks, one or more a block, while the first head is on its way.
+    for (int h = blockIdx.x; h < own.heads; h += gridDim.x)
+        sink_gradient(lse + (i64)h * len, delta + (i64)h * len, to_f32(sinks[own.first_head + h]),
+                      dsinks + (i64)own.b * q_heads + own.first_head + h, len);
+#endif
+    u32 k_a[D / 16][4], v_a[D / 16][4];
+    fetch_fragments(k_a, k + kv_first, key0, len, k_stride);
+    fetch_fragments(v_a, v + kv_first, key0, len, k_stride);
+    float dk_acc[D / 8][4], dv_acc[D / 8][4];
+    zero(dk_acc);
+    zero(dv_acc);
+    const float scale_log2 = scale * LOG2E;
+    const int row = lane >> 2, col = (lane & 3) * 2;
+
+    for (int i = 0; i < own.heads; ++i) {
+        const int stage = i & 1;
+        cp_async_wait<0>();
+        __syncthreads();                                 // this head is there, and every warp has left the last one
+        if (i + 1 < own.heads) load_stage(stage ^ 1, i + 1);
+        const u32 q_tile = smem_addr(shared + stage * DKV_STAGE) + warp * STRIP_BYTES, do_tile = q_tile + QUERIES * LINE;
+        const Lane q_cols = lane_cols(q_tile, lane), q_rows = lane_rows(q_tile, lane);
+        const Lane do_cols = lane_cols(do_tile, lane), do_rows = lane_rows(do_tile, lane);
+        const float* const lse_now = row_values + stage * 2 * QUERIES + warp * STRIP + col;
+        #pragma unroll
+        for (int t = 0; t < STRIPS; ++t) {
+            float p[2][4], ds[2][4];                     // [key, query]
+            scores(p, k_a, q_cols, t);
+            scores(ds, v_a, do_cols, t);
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float2 l = *reinterpret_cast<const float2*>(lse_now + t * STRIP + n * 8);
+                const float2 d = *reinterpret_cast<const float2*>(lse_now + QUERIES + t * STRIP + n * 8);
+                #pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    p[n][e] = exp2_fast(fmaf(p[n][e], scale_log2, -(e & 1 ? l.y : l.x) * LOG2E));
+                    if (cut(t) && !visible(t * STRIP + col + n * 8 + (e & 1) - (row + (e & 2) * 4))) p[n][e] = 0.f;
+                    ds[n][e] = p[n][e] * (ds[n][e] - (e & 1 ? d.y : d.x));
+                }
+            }
+            u32 a[4];
+            pack(a, p);
+            accumulate(dv_acc, a, do_rows, t);
+            pack(a, ds);
+            accumulate(dk_acc, a, q_rows, t);
+        }
+    }
+    __syncthreads();                                     // the stages are free: each warp writes by way of two strips of its own
+    u8* const strip = shared + warp * 2 * STRIP_BYTES;
+    store_strip(strip, dk_acc, scale, scale, dk + kv_first, key0, len, k_stride);
+    store_strip(strip + STRIP_BYTES, dv_acc, 1.f, 1.f, dv + kv_first, key0, len, k_stride);
+}
