@@ -54,6 +54,7 @@ pub fn odd() -> Vec<Arc<dyn Op>> {
     attention(&mut add);
     wgmma_attention(&mut add);
     windows_and_sinks(&mut add);
+    narrow_windows(&mut add);
     biases(&mut add);
     elementwise(&mut add);
     ends(&mut add);
@@ -339,6 +340,41 @@ fn windows_and_sinks(add: &mut Add) {
                 window,
                 sinks,
                 dropout,
+                ..AttnShape::default()
+            };
+            add(Arc::new(AttnFwd { shape: shape.clone() }));
+            add(Arc::new(AttnBwd { shape }));
+        }
+    }
+}
+
+/// Edges of the kernels for narrow windows of heads of 64: strips of 16 rows and one row more or less, windows of a whole number of
+/// strips and not, groups of one and of eight heads; then enough sequences for each size of a block (2, 4, 8 warps) and for blocks that
+/// take several heads.
+fn narrow_windows(add: &mut Add) {
+    for (batch, seq, q_heads, kv_heads, window) in [
+        (1, 2, 8, 1, 1),
+        (1, 16, 3, 3, 15),
+        (2, 17, 8, 1, 16),
+        (1, 33, 2, 2, 17),
+        (1, 100, 8, 1, 18),
+        (1, 129, 2, 1, 100),
+        (1, 131, 1, 1, 127),
+        (1, 145, 2, 1, 128),
+        (1, 300, 8, 1, 113),
+        (2, 97, 32, 32, 20),
+        (4, 257, 32, 16, 31),
+        (16, 130, 32, 16, 33),
+    ] {
+        for sinks in [false, true] {
+            let shape = AttnShape {
+                positions: Positions::whole(batch, seq),
+                kv_len: seq,
+                q_heads,
+                kv_heads,
+                head_dim: 64,
+                window: Some(window),
+                sinks,
                 ..AttnShape::default()
             };
             add(Arc::new(AttnFwd { shape: shape.clone() }));

@@ -280,6 +280,53 @@ fn wgmma_kernels_take_plain_causal_heads_of_128() {
 }
 
 #[test]
+fn narrow_windows_have_kernels_of_their_own() {
+    let narrow = windowed(shape(Positions::whole(2, 300), 300, 8, 2, 64), 128);
+    for cc in [80, 90, 100] {
+        assert!(window::takes(&narrow, cc) && window::takes(&sunk(narrow.clone()), cc));
+    }
+    assert!(!window::takes(&narrow, 86), "99 KiB of shared memory");
+    for other in [
+        AttnShape { window: None, ..narrow.clone() },
+        AttnShape { window: Some(129), ..narrow.clone() },
+        dropped(narrow.clone(), 0.1),
+        latent(narrow.clone(), 32),
+        AttnShape { head_dim: 128, ..narrow.clone() },
+        windowed(shape(Positions { batch: 1, seq: 96, chunks: [(0, 48), (144, 48)] }, 192, 8, 2, 64), 24),
+        windowed(shape(Positions::whole(2, 100), 100, 8, 2, 64), 128),
+    ] {
+        assert!(!window::takes(&other, 90), "{other:?}");
+    }
+}
+
+/// As many query heads a block, and as wide tiles of keys, as leave enough blocks.
+#[test]
+fn narrow_windows_fill_the_device() {
+    let of = |batch, seq, q, k| {
+        let s = windowed(shape(Positions::whole(batch, seq), seq, q, k, 64), 128);
+        (window::heads(&s), window::dkv_warps(&s))
+    };
+    assert_eq!(of(1, 4096, 64, 8), (8, 8));
+    assert_eq!(of(1, 2048, 64, 8), (4, 4));
+    assert_eq!(of(4, 4096, 64, 8), (8, 8));
+    assert_eq!(of(1, 300, 64, 8), (1, 1));
+    assert_eq!(of(1, 4096, 48, 8), (6, 8));
+    assert_eq!(of(1, 3000, 48, 8), (3, 4));
+}
+
+/// dq and delta, then dk, dv and the sinks' gradients.
+#[test]
+fn gradients_in_a_narrow_window_take_two_launches() {
+    use crate::device::cuda::prep::OfflinePrep;
+    let narrow = windowed(shape(Positions::whole(1, 300), 300, 8, 2, 64), 128);
+    for s in [narrow.clone(), sunk(narrow)] {
+        let mut prep = OfflinePrep::new("sm_90a").unwrap();
+        assert_eq!(prep.launches(&AttnBwd { shape: s.clone() }).unwrap(), 2);
+        assert_eq!(prep.launches(&AttnFwd { shape: s }).unwrap(), 1);
+    }
+}
+
+#[test]
 fn clusters_divide_the_group() {
     let clusters = [(8, 1), (8, 2), (8, 8), (16, 1), (6, 1), (5, 1), (4, 2)];
     let found = clusters.map(|(q, k)| hopper::cluster(&shape(Positions::whole(1, 64), 64, q, k, 128)));

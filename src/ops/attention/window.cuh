@@ -48,7 +48,7 @@ template <int ROWS, int THREADS, bool ZERO>
 __device__ __forceinline__ void load_rows(u8* tile, const bf16* matrix, int row0, int rows, int stride) {
     constexpr int STEP = THREADS / PIECES;
     const int thread = anew(threadIdx.x), r = thread / PIECES, c = thread % PIECES;
-    #pragma unroll
+    #pragma unroll (ROWS / STEP <= 16 ? ROWS / STEP : 4)   // a lone warp's addresses would take all registers
     for (int i = 0; i < ROWS; i += STEP) {
         if (ROWS % STEP != 0 && r + i >= ROWS) break;
         const int row = row0 + r + i;
