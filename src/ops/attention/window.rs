@@ -55,8 +55,16 @@ fn back(s: &AttnShape) -> usize {
     (s.window().unwrap_or(1) - 1).div_ceil(STRIP)
 }
 
+/// EXPERIMENT, to be taken out once measured: a choice by an environment variable.
+fn forced(variable: &str) -> Option<usize> {
+    std::env::var(variable).ok()?.parse().ok()
+}
+
 /// Query heads that a forward or dq block takes in turn: the group, or the largest part of it with which there are enough blocks.
 pub(super) fn heads(s: &AttnShape) -> usize {
+    if let Some(heads) = forced("MBPERF_WINDOW_HEADS") {
+        return heads;
+    }
     let blocks = tiles(s, WARPS) * s.batch() * s.q_heads;
     let enough = |h: &usize| group(s).is_multiple_of(*h) && blocks / h >= BLOCKS_WANTED;
     (1..=group(s)).rev().find(enough).unwrap_or(1)
@@ -64,6 +72,9 @@ pub(super) fn heads(s: &AttnShape) -> usize {
 
 /// Warps of a dk/dv block.
 pub(super) fn dkv_warps(s: &AttnShape) -> usize {
+    if let Some(warps) = forced("MBPERF_WINDOW_DKV_WARPS") {
+        return warps;
+    }
     let enough = |w: &usize| tiles(s, *w) * s.batch() * s.kv_heads >= BLOCKS_WANTED;
     DKV_WARPS.into_iter().find(enough).unwrap_or(1)
 }
