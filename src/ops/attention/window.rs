@@ -63,7 +63,7 @@ fn forced(variable: &str) -> Option<usize> {
 /// Query heads that a forward or dq block takes in turn: the group, or the largest part of it with which there are enough blocks.
 pub(super) fn heads(s: &AttnShape) -> usize {
     if let Some(heads) = forced("MBPERF_WINDOW_HEADS") {
-        return heads;
+        return heads.min(group(s));
     }
     let blocks = tiles(s, WARPS) * s.batch() * s.q_heads;
     let enough = |h: &usize| group(s).is_multiple_of(*h) && blocks / h >= BLOCKS_WANTED;
