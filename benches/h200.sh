@@ -3,8 +3,8 @@
 # usage: benches/h200.sh [MBPERF [OUTPUT FOLDER [PART ...]]]
 # Without a folder: results/mine; results/h200 holds committed figures and is written by naming it.
 # parts: selftest referee sanitizer (at the same time: no figure of theirs is a time) faults meaning cold qwen llama512 llama8192 side verdict
-#        host_model sweep (all scopes of three models, their pages and workbooks) pages; without one all but verdict, host_model and sweep,
-#        which take minutes each
+#        host_model sweep (all scopes of three models, their pages and workbooks; sweep_qwen, sweep_llama, sweep_nemotron: of one) pages;
+#        without one all but verdict, host_model and the sweeps, which take minutes each
 # SANITIZE: a pattern; the sanitizer then sees the ops alone whose names match.
 # MAX_TIME: seconds of measuring a row, in place of the default, which grows to what eight pairs need.
 # Exit code: 0 all was made and agrees, 1 something was not, 2 nothing was begun.
@@ -15,7 +15,7 @@ help_if_asked "$@"
 mbperf=${1:-target/release/mbperf}
 out=${2:-results/mine}
 shift $(($# < 2 ? $# : 2))
-all="selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side verdict host_model sweep pages"
+all="selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side verdict host_model sweep sweep_qwen sweep_llama sweep_nemotron pages"
 choose "$all" "selftest referee sanitizer faults meaning cold qwen llama512 llama8192 side pages" "$@"
 seconds_in MAX_TIME
 grep -qE -e "${SANITIZE:-.}" </dev/null 2>/dev/null
@@ -183,10 +183,11 @@ if wants host_model; then
     echo "== host model against PyTorch"
     benches/host_model_check.sh "$mbperf" "$out" || failed
 fi
-if wants sweep; then
+if [[ $parts == *sweep* ]]; then
     echo "== sweeps: every scope worth trying, under PyTorch's host model too, with a profile of the last"
     for line in "qwen3_30b_a3b $QWEN" "llama3_8b $LLAMA -sl 512" "nemotron_3_nano -m nemotronh -mr nemotron_3_nano -g h100"; do
         file=$out/sweep_${line%% *} start=$SECONDS
+        wants sweep || wants "sweep_${line%%[0-9_]*}" || continue
         timeout --foreground -k 20 580 "$mbperf" ${line#* } --device cuda --sweep --host_model pytorch --profile ${MAX_TIME:+--max_time "$MAX_TIME"} \
             -o "$file.csv" >"$file.txt" 2>&1 && code=0 || { code=$?; failed; }
         echo "exit $code, $((SECONDS - start)) s: ${line#* } --sweep: $(tail -1 "$file.txt")"

@@ -22,7 +22,9 @@ const DIM_STEP: usize = 32;
 /// Blocks that the pass is split into if it can be: one for each of the 132 multiprocessors of an H200, nearly. A wider
 /// slice moves fewer bytes from the cache, a block more hides more latency.
 const BLOCKS_WANTED: usize = 128;
-const PREPARE_THREADS: usize = 128;
+const PREPARE_THREADS: usize = 256;
+/// Value heads of a block of `delta_prepare`.
+const PREPARE_HEADS: usize = 2;
 const GRADIENT_THREADS: usize = 256;
 
 /// What the kernels cannot run.
@@ -70,9 +72,10 @@ pub(super) fn backward_workspace(s: &DeltaShape) -> usize {
     total(pieces(s, true))
 }
 
-/// k and q, and in their place the fp32 triangles of two heads.
+/// k and q, and in their place the triangles of two heads, each in two parts; the heads' masked q k^T.
 fn prepare_shared(s: &DeltaShape) -> usize {
-    (2 * tile(CHUNK, s.key_dim)).max(2 * CHUNK * (CHUNK + 4) * 4)
+    let square = tile(CHUNK, CHUNK);
+    (2 * tile(CHUNK, s.key_dim)).max(2 * PREPARE_HEADS * square) + PREPARE_HEADS * square
 }
 /// Two stages of k, q, T, the masked q k^T, v or dO, and the numbers a token.
 fn pass_shared(s: &DeltaShape) -> usize {
@@ -111,7 +114,7 @@ fn prepare(
     Call {
         source,
         entry: "delta_prepare",
-        grid: [s.batch * s.chunks() * s.key_heads, 1, 1],
+        grid: [s.batch * s.chunks() * s.key_heads * (s.value_heads / s.key_heads).div_ceil(PREPARE_HEADS), 1, 1],
         threads: PREPARE_THREADS,
         shared: prepare_shared(s),
         pointers: &[&inputs[..], &[c, beta, rq, rk, tri, att]].concat(),

@@ -8,7 +8,7 @@
 //
 // c and beta lie in workspace as f32 [batch, value heads, padded], rq and rk as [batch, key heads, padded], padded =
 // chunks * CHUNK. Past the sequence g and beta are 0 and every tile row is filled with zeros, so that tails need no other
-// care. T and the masked q k^T: bf16 [batch, chunks, value heads, Q, Q]; 16x16 blocks above the diagonal are never read.
+// care. T and the masked q k^T: bf16 [batch, chunks, value heads, Q, Q], zero above the diagonal.
 
 constexpr int TOKEN_TILES = CHUNK / 16;
 constexpr int K_TILES = KEY_DIM / 16, V_TILES = VALUE_DIM / 16;
@@ -60,127 +60,302 @@ __device__ __forceinline__ float warp_scan(float x) {
     return x;
 }
 
-// What is local to a chunk: c, beta, rq, rk, T and the masked q k^T of all value heads of one key head, two at a time. Each
-// warp owns 16 rows of k k^T and q k^T; two warps invert a head's triangle, a thread a column.
-// Grid batch * chunks * key heads, 128 threads. Shared: k | q, later the two heads' A in fp32.
-constexpr int A_ROW = CHUNK + 4;                 // rows that float4 can read
-extern "C" __global__ void __launch_bounds__(128, 2) delta_prepare(const bf16* qkv, const bf16* proj, const bf16* a_log, const bf16* dt_bias,
-    float* cum, float* betas, float* rqs, float* rks, bf16* tri, bf16* att, int proj_width, int seq, int key_heads, int value_heads, int chunks) {
-    __shared__ float scale[2][CHUNK], series[2][2][CHUNK], carry[2];
+// What is local to a chunk: c, beta, rq, rk, T and the masked q k^T, for two value heads of one key head.
+//
+// T = (I + A)^-1 in blocks of 16: those on the diagonal by substitution in fp32, a thread a row; the others by products on
+// tensor cores, T_ba = -T_bb A_ba T_aa for blocks of 16, then of 32. T, A and T_bb A_ba are all of the form
+// beta_i k_i^T (I - beta_m k_m k_m^T) ... k_j times decays: no number is above 1, nothing cancels badly. A bf16 operand would
+// still add errors as large as T's own rounding, so each is two of them, hi + lo, and a product three: about 2^-17.
+//
+// A warp owns 16 rows and every other block of them while q k^T and k k^T are formed and masked. Then four warps invert and
+// the other four write what is complete.
+// Grid batch * chunks * key heads * pairs of value heads. Shared: k | q, in their place hi and lo of A, then of T, of either
+// head; the masked q k^T of either head.
+constexpr int PREPARE_THREADS = 256, SOLVERS = 4;
+constexpr int TRIANGLES = 4 * F_TILE > 2 * K_TILE ? 4 * F_TILE : 2 * K_TILE;
+static_assert(TOKEN_TILES == 4, "the inverse goes from blocks of 16 to 32 to 64");
+
+// Two numbers as two pairs of bf16 whose sum they are, to 2^-17.
+__device__ __forceinline__ void split(u32& hi, u32& lo, float x, float y) {
+    hi = pack_bf16(x, y);
+    lo = pack_bf16(x - bf16_lo(hi), y - bf16_hi(hi));
+}
+// A square of tokens x tokens as hi + lo, F_TILE bytes apart.
+struct Triangle {
+    u8* hi;
+    __device__ __forceinline__ explicit Triangle(int head) : hi(shared + head * 2 * F_TILE) {}
+    __device__ __forceinline__ u8* lo() const { return hi + F_TILE; }
+    // Block (i, j) as operand A.
+    __device__ __forceinline__ void left(u32 (&h)[4], u32 (&l)[4], int i, int j) const {
+        const u32 at = smem_addr(hi) + by_rows<F_ROW>(i * 16, j * 16);
+        ldsm_x4(h, at);
+        ldsm_x4(l, at + F_TILE);
+    }
+    // Block (i, j) as operand B.
+    __device__ __forceinline__ void right(u32 (&h)[4], u32 (&l)[4], int i, int j) const {
+        const u32 at = smem_addr(hi) + by_rows<F_ROW>(i * 16, j * 16);
+        ldsm_x4_t(h, at);
+        ldsm_x4_t(l, at + F_TILE);
+    }
+    // acc += (h + l) * block (i, j)
+    __device__ __forceinline__ void multiply(float (&acc)[8], const u32 (&h)[4], const u32 (&l)[4], int i, int j) const {
+        u32 bh[4], bl[4];
+        right(bh, bl, i, j);
+        mma_pair(acc, h, bh);
+        mma_pair(acc, h, bl);
+        mma_pair(acc, l, bh);
+    }
+};
+__device__ __forceinline__ void split_operand(u32 (&h)[4], u32 (&l)[4], const float (&acc)[8]) {
+    #pragma unroll
+    for (int e = 0; e < 8; e += 2) split(h[e >> 1], l[e >> 1], acc[e], acc[e + 1]);
+}
+// Inverts a 16x16 block of the diagonal, a thread a row i: x (I + A) = e_i, from the last column to the first. The block is
+// there in fp32, the left eight columns in the place of its hi, the right eight in that of its lo; hi and lo overwrite it.
+__device__ __forceinline__ void invert_block(const Triangle& a, int t) {
+    const int corner = (t & ~15) * F_ROW + (t >> 4) * 32;
+    float x[16];
+    #pragma unroll
+    for (int j = 0; j < 16; ++j) x[j] = j == (t & 15) ? 1.f : 0.f;
+    #pragma unroll
+    for (int m = 15; m > 0; --m)
+        #pragma unroll
+        for (int j = 0; j < m; j += 4) {
+            const float4 v = *reinterpret_cast<const float4*>(a.hi + corner + m * F_ROW + (j & 7) * 4 + (j >> 3) * F_TILE);
+            x[j] -= x[m] * v.x;
+            if (j + 1 < m) x[j + 1] -= x[m] * v.y;
+            if (j + 2 < m) x[j + 2] -= x[m] * v.z;
+            if (j + 3 < m) x[j + 3] -= x[m] * v.w;
+        }
+    __syncwarp();                                // every row is read
+    uint4* out = reinterpret_cast<uint4*>(a.hi + corner + (t & 15) * F_ROW);
+    #pragma unroll
+    for (int j = 0; j < 16; j += 8) {
+        uint4 h, l;
+        split(h.x, l.x, x[j], x[j + 1]);
+        split(h.y, l.y, x[j + 2], x[j + 3]);
+        split(h.z, l.z, x[j + 4], x[j + 5]);
+        split(h.w, l.w, x[j + 6], x[j + 7]);
+        out[j >> 3] = h;
+        out[F_TILE / 16 + (j >> 3)] = l;
+    }
+    __syncwarp();
+}
+// Writes 16 rows of token tile i, a row eight threads of 128, zero above the diagonal; of columns from `first` on.
+__device__ __forceinline__ void write_rows(bf16* square, const u8* tile, int i, int first) {
+    const int t = i * 16 + (threadIdx.x & 127) / 8, piece = threadIdx.x & 7;
+    if (piece < first * 2) return;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (piece / 2 <= i) v = *reinterpret_cast<const uint4*>(tile + t * F_ROW + piece * 16);
+    *reinterpret_cast<uint4*>(square + t * CHUNK + piece * 8) = v;
+}
+
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 4) delta_prepare(const bf16* qkv, const bf16* proj, const bf16* a_log,
+    const bf16* dt_bias, float* cum, float* betas, float* rqs, float* rks, bf16* tri, bf16* att, int proj_width, int seq, int key_heads,
+    int value_heads, int chunks) {
+    __shared__ __align__(16) float scale[2][CHUNK], series[2][2][CHUNK];
     const Shape s = {seq, key_heads, value_heads, chunks};
-    const int kh = blockIdx.x % key_heads, bc = blockIdx.x / key_heads, b = bc / chunks, c = bc % chunks;
+    const int pairs = (s.group() + 1) / 2, pair = blockIdx.x % pairs, item = blockIdx.x / pairs;
+    const int kh = item % key_heads, bc = item / key_heads, b = bc / chunks, c = bc % chunks;
+    const int head0 = kh * s.group() + pair * 2, heads = min(2, s.group() - pair * 2);
     const int t0 = c * CHUNK, valid = min(CHUNK, seq - t0);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3, row = warp * 16 + (lane >> 2);
-    const int pair = threadIdx.x >> 6, token = threadIdx.x & 63;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quad = lane & 3;
     u8 *kt = shared, *qt = shared + K_TILE;
     const bf16* rows = qkv + ((i64)b * seq + t0) * s.width() + kh * KEY_DIM;
-    load_tile<CHUNK, KEY_DIM, 128>(qt, rows, s.width(), valid);
-    load_tile<CHUNK, KEY_DIM, 128>(kt, rows + s.key_width(), s.width(), valid);
+    load_tile<CHUNK, KEY_DIM, PREPARE_THREADS>(kt, rows + s.key_width(), s.width(), valid);
+    load_tile<CHUNK, KEY_DIM, PREPARE_THREADS>(qt, rows, s.width(), valid);
     cp_async_commit();
+    // While they come: c and beta, a warp a head, a thread two tokens.
+    if (warp >= SOLVERS && warp - SOLVERS < heads) {
+        const int p = warp - SOLVERS, h = head0 + p;
+        float g[2], beta[2];
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = i * 32 + lane;
+            g[i] = beta[i] = 0.f;
+            if (token < valid) {
+                const bf16* raw = proj + ((i64)b * seq + t0 + token + 1) * proj_width - 2 * value_heads + h;
+                g[i] = -expf(to_f32(a_log[h])) * softplus(to_f32(raw[value_heads]) + to_f32(dt_bias[h])) * LOG2E;
+                beta[i] = 1.f / (1.f + expf(-to_f32(raw[0])));
+            }
+            g[i] = warp_scan(g[i]);
+        }
+        g[1] += __shfl_sync(0xffffffffu, g[0], 31);
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = i * 32 + lane;
+            series[p][0][token] = g[i];
+            series[p][1][token] = beta[i];
+            cum[s.series(b, h) + t0 + token] = g[i];
+            betas[s.series(b, h) + t0 + token] = beta[i];
+        }
+    }
     cp_async_wait<0>();
     __syncthreads();
     {
-        const u8* tile = (pair ? kt : qt) + token * K_ROW;
-        float sum = NORM_EPS;
-        #pragma unroll 4
-        for (int i = 0; i < KEY_DIM / 8; ++i) {
-            float v[8];
-            load8(reinterpret_cast<const bf16*>(tile + i * 16), v);
+        // The warp's rows, and its blocks of them: half, half + 2.
+        const int r = warp >> 1, half = warp & 1, row = r * 16 + (lane >> 2);
+        const bool diagonal = half == (r & 1);
+        const u32 ka = smem_addr(kt), qa = smem_addr(qt);
+        float kk[2][8], qk[2][8], qq[1][8];
+        clear(kk);
+        clear(qk);
+        clear(qq);
+        #pragma unroll 2
+        for (int k = 0; k < K_TILES; ++k) {
+            u32 a[4], aq[4];
+            ldsm_x4(a, ka + by_rows<K_ROW>(r * 16, k * 16));
+            ldsm_x4(aq, qa + by_rows<K_ROW>(r * 16, k * 16));
             #pragma unroll
-            for (int e = 0; e < 8; ++e) sum += v[e] * v[e];
+            for (int i = 0; i < 2; ++i) {
+                if (half + 2 * i > r) continue;
+                u32 fb[4];
+                ldsm_x4(fb, ka + by_cols<K_ROW>((half + 2 * i) * 16, k * 16));
+                mma_pair(kk[i], a, fb);
+                mma_pair(qk[i], aq, fb);
+            }
+            if (diagonal) {                      // operand A holds what B of its own rows holds
+                mma_16816(qq[0], aq, aq[0], aq[2]);
+                mma_16816(qq[0] + 4, aq, aq[1], aq[3]);
+            }
         }
-        const float r = rsqrtf(pair ? sum : sum * KEY_DIM);
-        scale[pair][token] = r;
-        (pair ? rks : rqs)[s.key_series(b, kh) + t0 + token] = r;
-    }
-    const u32 ka = smem_addr(kt), qa = smem_addr(qt);
-    float kk[TOKEN_TILES][8], qk[TOKEN_TILES][8];
-    clear(kk);
-    clear(qk);
-    #pragma unroll 2
-    for (int k = 0; k < K_TILES; ++k) {
-        u32 a[4], aq[4];
-        ldsm_x4(a, ka + by_rows<K_ROW>(warp * 16, k * 16));
-        ldsm_x4(aq, qa + by_rows<K_ROW>(warp * 16, k * 16));
+        // Square sums are diagonals of k k^T and q q^T.
         #pragma unroll
-        for (int j = 0; j < TOKEN_TILES; ++j) {
-            if (j > warp) continue;
-            u32 fb[4];
-            ldsm_x4(fb, ka + by_cols<K_ROW>(j * 16, k * 16));
-            mma_pair(kk[j], a, fb);
-            mma_pair(qk[j], aq, fb);
-        }
-    }
-    __syncthreads();                             // the scales are there
-    #pragma unroll
-    for (int j = 0; j < TOKEN_TILES; ++j)
-        #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            const float from = scale[1][j * 16 + 2 * quad + col_of(e)];
-            kk[j][e] *= scale[1][row + row_of(e)] * from;
-            qk[j][e] *= scale[0][row + row_of(e)] * from;
-        }
-    float* triangles = reinterpret_cast<float*>(shared);
-    #pragma unroll 1
-    for (int first = 0; first < s.group(); first += 2) {
-        const int mine = first + pair, h = kh * s.group() + mine;
-        const bool active = mine < s.group();
-        float g = 0.f, beta = 0.f;
-        if (active && token < valid) {
-            const bf16* raw = proj + ((i64)b * seq + t0 + token + 1) * proj_width - 2 * value_heads + h;
-            g = -expf(to_f32(a_log[h])) * softplus(to_f32(raw[value_heads]) + to_f32(dt_bias[h])) * LOG2E;
-            beta = 1.f / (1.f + expf(-to_f32(raw[0])));
-        }
-        float sum = warp_scan(g);
-        if (lane == 31 && !(warp & 1)) carry[pair] = sum;
-        __syncthreads();                         // also: the tiles, or the last triangles, are read
-        if (warp & 1) sum += carry[pair];
-        series[pair][0][token] = sum;
-        series[pair][1][token] = beta;
-        if (active) {
-            cum[s.series(b, h) + t0 + token] = sum;
-            betas[s.series(b, h) + t0 + token] = beta;
-        }
-        __syncthreads();
-        #pragma unroll
-        for (int p = 0; p < 2; ++p) {
-            if (first + p >= s.group()) continue;
-            const float *cs = series[p][0], *bs = series[p][1];
-            bf16* out = att + s.item(b, c, kh * s.group() + first + p) * CHUNK * CHUNK;
+        for (int i = 0; i < 2; ++i) {
+            if (half + 2 * i != r) continue;
             #pragma unroll
-            for (int j = 0; j < TOKEN_TILES; ++j) {
-                if (j > warp) continue;
-                #pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const int t = row + row_of(e), from = j * 16 + 2 * quad + col_of(e);
-                    const float l0 = from <= t ? exp2_fast(cs[t] - cs[from]) : 0.f;
-                    const float l1 = from + 1 <= t ? exp2_fast(cs[t] - cs[from + 1]) : 0.f;
-                    *reinterpret_cast<u32*>(out + t * CHUNK + from) = pack_bf16(qk[j][e] * l0, qk[j][e + 1] * l1);
-                    float* a = triangles + (p * CHUNK + t) * A_ROW + from;
-                    a[0] = from < t ? bs[t] * kk[j][e] * l0 : 0.f;
-                    a[1] = from + 1 < t ? bs[t] * kk[j][e + 1] * l1 : 0.f;
+            for (int e = 0; e < 8; ++e) {
+                if (row_of(e) != (col_of(e) & 8) || (lane >> 2) != 2 * quad + (e & 1)) continue;
+                const int t = row + row_of(e);
+                const float rq = rsqrtf((qq[0][e] + NORM_EPS) * KEY_DIM), rk = rsqrtf(kk[i][e] + NORM_EPS);
+                scale[0][t] = rq;
+                scale[1][t] = rk;
+                if (pair == 0) {
+                    rqs[s.key_series(b, kh) + t0 + t] = rq;
+                    rks[s.key_series(b, kh) + t0 + t] = rk;
                 }
             }
         }
-        __syncthreads();
-        if (!active) continue;
-        // Column `token` of T: x_i = [i = token] - sum_{m < i} A_im x_m. Above the diagonal x stays 0.
-        float x[CHUNK];
-        const float* a = triangles + pair * CHUNK * A_ROW;
-        bf16* out = tri + s.item(b, c, h) * CHUNK * CHUNK + token;
+        __syncthreads();                         // the tiles are read; the scales are there
+        const float rq[2] = {scale[0][row], scale[0][row + 8]}, rk[2] = {scale[1][row], scale[1][row + 8]};
         #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) {
-            float part[4] = {i == token ? 1.f : 0.f, 0.f, 0.f, 0.f};
+        for (int i = 0; i < 2; ++i) {
+            if (half + 2 * i > r) continue;
+            float from[4];
+            own_columns(from, scale[1], half + 2 * i);
             #pragma unroll
-            for (int m = 0; m < i; m += 4) {
-                const float4 v = *reinterpret_cast<const float4*>(a + i * A_ROW + m);
-                part[0] -= v.x * x[m];
-                if (m + 1 < i) part[1] -= v.y * x[m + 1];
-                if (m + 2 < i) part[2] -= v.z * x[m + 2];
-                if (m + 3 < i) part[3] -= v.w * x[m + 3];
+            for (int e = 0; e < 8; ++e) {
+                kk[i][e] *= from[column_of(e)];
+                qk[i][e] *= from[column_of(e)] * rq[(e >> 1) & 1];
             }
-            x[i] = (part[0] + part[1]) + (part[2] + part[3]);
-            out[i * CHUNK] = to_bf16(x[i]);
+        }
+        #pragma unroll 1
+        for (int p = 0; p < heads; ++p) {
+            const float *cs = series[p][0], *bs = series[p][1];
+            const float ct[2] = {cs[row], cs[row + 8]}, weight[2] = {bs[row] * rk[0], bs[row + 8] * rk[1]};
+            const Triangle triangle(p);
+            u8* masked = shared + TRIANGLES + p * F_TILE;
+            #pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int j = half + 2 * i, past = row - j * 16 - 2 * quad;
+                if (j > r) continue;
+                float from[4];
+                own_columns(from, cs, j);
+                #pragma unroll
+                for (int e = 0; e < 8; e += 2) {
+                    const int x = (e >> 1) & 1, at = (row + row_of(e)) * F_ROW + (j * 16 + 2 * quad + col_of(e)) * 2;
+                    const float l0 = past >= col_of(e) - row_of(e) ? exp2_fast(ct[x] - from[column_of(e)]) : 0.f;
+                    const float l1 = past >= col_of(e + 1) - row_of(e) ? exp2_fast(ct[x] - from[column_of(e + 1)]) : 0.f;
+                    *reinterpret_cast<u32*>(masked + at) = pack_bf16(qk[i][e] * l0, qk[i][e + 1] * l1);
+                    const float a0 = weight[x] * kk[i][e] * l0, a1 = weight[x] * kk[i][e + 1] * l1;
+                    if (j == r) {                // as invert_block takes it, which reads below the diagonal alone
+                        const int place = (row + row_of(e)) * F_ROW + j * 32 + quad * 8 + (e >> 2) * F_TILE;
+                        *reinterpret_cast<float2*>(triangle.hi + place) = make_float2(a0, a1);
+                    } else {
+                        u32 hi, lo;
+                        split(hi, lo, a0, a1);
+                        *reinterpret_cast<u32*>(triangle.hi + at) = hi;
+                        *reinterpret_cast<u32*>(triangle.lo() + at) = lo;
+                    }
+                }
+            }
+        }
+    }
+    __syncthreads();
+    // Of a solver: its head, and which half of the rows is its own.
+    const int p = warp >> 1, half = warp & 1;
+    const Triangle triangle(p);
+    const auto square = [&](bf16* all, int head) { return all + s.item(b, c, head0 + head) * CHUNK * CHUNK; };
+    if (warp >= SOLVERS) {
+        #pragma unroll 1
+        for (int head = 0; head < heads; ++head)
+            #pragma unroll
+            for (int i = 0; i < TOKEN_TILES; ++i) write_rows(square(att, head), shared + TRIANGLES + head * F_TILE, i, 0);
+    } else if (p < heads) {
+        invert_block(triangle, half * 32 + lane);
+        const int i = 2 * half + 1, j = 2 * half;
+        u32 h[4], l[4];
+        float product[1][8], out[1][8];
+        clear(product);
+        clear(out);
+        triangle.left(h, l, i, i);
+        triangle.multiply(product[0], h, l, i, j);
+        split_operand(h, l, product[0]);
+        triangle.multiply(out[0], h, l, j, j);
+        __syncwarp();                            // A_ij is read
+        #pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            const int at = (i * 16 + (lane >> 2) + row_of(e)) * F_ROW + (j * 16 + 2 * quad + col_of(e)) * 2;
+            split(h[0], l[0], -out[0][e], -out[0][e + 1]);
+            *reinterpret_cast<u32*>(triangle.hi + at) = h[0];
+            *reinterpret_cast<u32*>(triangle.lo() + at) = l[0];
+        }
+    }
+    __syncthreads();
+    if (warp >= SOLVERS) {
+        #pragma unroll 1
+        for (int head = 0; head < heads; ++head)
+            #pragma unroll
+            for (int i = 0; i < TOKEN_TILES; ++i) write_rows(square(tri, head), Triangle(head).hi, i, i < 2 ? 0 : 2);
+    } else if (p < heads) {
+        // Rows of one of the two lower token tiles, the left half.
+        const int i = 2 + half;
+        float product[2][8], out[2][8];
+        clear(product);
+        clear(out);
+        #pragma unroll
+        for (int m = 2; m < TOKEN_TILES; ++m) {
+            if (m > i) continue;
+            u32 h[4], l[4], bh[2][4], bl[2][4];
+            triangle.left(h, l, i, m);
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) triangle.right(bh[n], bl[n], m, n);
+            // In this order a product waits for none of the last three.
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) mma_pair(product[n], h, bh[n]);
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) mma_pair(product[n], h, bl[n]);
+            #pragma unroll
+            for (int n = 0; n < 2; ++n) mma_pair(product[n], l, bh[n]);
+        }
+        u32 h[4], l[4];
+        split_operand(h, l, product[1]);
+        triangle.multiply(out[1], h, l, 1, 1);
+        triangle.multiply(out[0], h, l, 1, 0);
+        split_operand(h, l, product[0]);
+        triangle.multiply(out[0], h, l, 0, 0);
+        u8* staged = shared + TRIANGLES + p * F_TILE;    // the masked q k^T is written
+        #pragma unroll
+        for (int n = 0; n < 2; ++n)
+            #pragma unroll
+            for (int e = 0; e < 8; e += 2)
+                *reinterpret_cast<u32*>(staged + (i * 16 + (lane >> 2) + row_of(e)) * F_ROW + (n * 16 + 2 * quad + col_of(e)) * 2) =
+                    pack_bf16(-out[n][e], -out[n][e + 1]);
+        __syncwarp();
+        #pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int t = i * 16 + n * 8 + (lane >> 2);
+            *reinterpret_cast<uint4*>(square(tri, p) + t * CHUNK + quad * 8) = *reinterpret_cast<const uint4*>(staged + t * F_ROW + quad * 16);
         }
     }
 }
