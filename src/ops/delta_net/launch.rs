@@ -111,10 +111,11 @@ fn prepare(
     inputs: [DevPtr; 4],
     [c, beta, rq, rk, tri, att]: [DevPtr; 6],
 ) -> Result<Issue, DeviceError> {
+    let blocks_a_key_head = (s.value_heads / s.key_heads).div_ceil(PREPARE_HEADS);
     Call {
         source,
         entry: "delta_prepare",
-        grid: [s.batch * s.chunks() * s.key_heads * (s.value_heads / s.key_heads).div_ceil(PREPARE_HEADS), 1, 1],
+        grid: [s.batch * s.chunks() * s.key_heads * blocks_a_key_head, 1, 1],
         threads: PREPARE_THREADS,
         shared: prepare_shared(s),
         pointers: &[&inputs[..], &[c, beta, rq, rk, tri, att]].concat(),

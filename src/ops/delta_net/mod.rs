@@ -25,8 +25,8 @@ use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
 use crate::program::DType;
 
-/// Tokens of a chunk: what the reference implementations of the paper take, too; a triangle of 64 is inverted by one
-/// thread a column.
+/// Tokens of a chunk: what the reference implementations of the paper take, too; a triangle of 64 is inverted in blocks
+/// of 16, which are joined twice.
 pub const CHUNK: usize = 64;
 /// Added to the square sum before the root when q and k are scaled to length 1 (flash-linear-attention's default).
 const NORM_EPS: f64 = 1e-6;

@@ -65,7 +65,7 @@ __device__ __forceinline__ float warp_scan(float x) {
 // T = (I + A)^-1 in blocks of 16: those on the diagonal by substitution in fp32, a thread a row; the others by products on
 // tensor cores, T_ba = -T_bb A_ba T_aa for blocks of 16, then of 32. T, A and T_bb A_ba are all of the form
 // beta_i k_i^T (I - beta_m k_m k_m^T) ... k_j times decays: no number is above 1, nothing cancels badly. A bf16 operand would
-// still add errors as large as T's own rounding, so each is two of them, hi + lo, and a product three: about 2^-17.
+// still add errors above T's own rounding, so each is two of them, hi + lo, and a product three: T to 2^-15 in the worst case.
 //
 // A warp owns 16 rows and every other block of them while q k^T and k k^T are formed and masked. Then four warps invert and
 // the other four write what is complete.
@@ -109,6 +109,55 @@ struct Triangle {
 __device__ __forceinline__ void split_operand(u32 (&h)[4], u32 (&l)[4], const float (&acc)[8]) {
     #pragma unroll
     for (int e = 0; e < 8; e += 2) split(h[e >> 1], l[e >> 1], acc[e], acc[e + 1]);
+}
+// Of 16 rows: BLOCKS blocks of k k^T and q k^T, from block `half` in steps of two, and where the diagonal is among them the
+// rows' q q^T.
+template <int BLOCKS>
+__device__ __forceinline__ void key_products(float (&kk)[2][8], float (&qk)[2][8], float (&qq)[8], u32 ka, u32 qa, int r, int half) {
+    const bool diagonal = half == (r & 1);
+    #pragma unroll 2
+    for (int k = 0; k < K_TILES; ++k) {
+        u32 a[4], aq[4], fb[BLOCKS][4];
+        ldsm_x4(a, ka + by_rows<K_ROW>(r * 16, k * 16));
+        ldsm_x4(aq, qa + by_rows<K_ROW>(r * 16, k * 16));
+        #pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) ldsm_x4(fb[i], ka + by_cols<K_ROW>((half + 2 * i) * 16, k * 16));
+        #pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+            mma_pair(kk[i], a, fb[i]);
+            mma_pair(qk[i], aq, fb[i]);
+        }
+        if (diagonal) {                          // operand A holds what B of its own rows holds
+            mma_16816(qq, aq, aq[0], aq[2]);
+            mma_16816(qq + 4, aq, aq[1], aq[3]);
+        }
+    }
+}
+// Masks a block of q k^T and k k^T with decays c_t - c_s: q k^T to `masked`, A to the triangle. `at`: the lane's byte there.
+template <bool DIAGONAL>
+__device__ __forceinline__ void mask_block(const float (&kk)[8], const float (&qk)[8], const float (&to)[2], const float (&from)[4],
+    const float (&weight)[2], u8* masked, const Triangle& triangle, int at) {
+    const int lane = threadIdx.x & 31, past = (lane >> 2) - 2 * (lane & 3);
+    float l[8];
+    #pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        const float decay = exp2_fast(to[(e >> 1) & 1] - from[column_of(e)]);
+        l[e] = !DIAGONAL || past >= col_of(e) - row_of(e) ? decay : 0.f;
+    }
+    #pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+        const int x = (e >> 1) & 1, rows = row_of(e) * F_ROW, place = at + rows + col_of(e) * 2;
+        *reinterpret_cast<u32*>(masked + place) = pack_bf16(qk[e] * l[e], qk[e + 1] * l[e + 1]);
+        const float a0 = weight[x] * kk[e] * l[e], a1 = weight[x] * kk[e + 1] * l[e + 1];
+        if (DIAGONAL) {                          // as invert_block takes it, which reads below the diagonal alone
+            *reinterpret_cast<float2*>(triangle.hi + at + (lane & 3) * 4 + rows + (e >> 2) * F_TILE) = make_float2(a0, a1);
+        } else {
+            u32 hi, lo;
+            split(hi, lo, a0, a1);
+            *reinterpret_cast<u32*>(triangle.hi + place) = hi;
+            *reinterpret_cast<u32*>(triangle.lo() + place) = lo;
+        }
+    }
 }
 // Inverts a 16x16 block of the diagonal, a thread a row i: x (I + A) = e_i, from the last column to the first. The block is
 // there in fp32, the left eight columns in the place of its hi, the right eight in that of its lo; hi and lo overwrite it.
@@ -168,16 +217,21 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 4) delta_prepare(c
     // While they come: c and beta, a warp a head, a thread two tokens.
     if (warp >= SOLVERS && warp - SOLVERS < heads) {
         const int p = warp - SOLVERS, h = head0 + p;
+        const bf16 rate = a_log[h], bias = dt_bias[h];
+        bf16 raw[2][2];
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {            // all loads at once, of legal addresses past the sequence too
+            const bf16* from = proj + ((i64)b * seq + t0 + min(i * 32 + lane, valid - 1) + 1) * proj_width - 2 * value_heads + h;
+            raw[i][0] = from[0];
+            raw[i][1] = from[value_heads];
+        }
+        const float pace = -expf(to_f32(rate)) * LOG2E;
         float g[2], beta[2];
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int token = i * 32 + lane;
-            g[i] = beta[i] = 0.f;
-            if (token < valid) {
-                const bf16* raw = proj + ((i64)b * seq + t0 + token + 1) * proj_width - 2 * value_heads + h;
-                g[i] = -expf(to_f32(a_log[h])) * softplus(to_f32(raw[value_heads]) + to_f32(dt_bias[h])) * LOG2E;
-                beta[i] = 1.f / (1.f + expf(-to_f32(raw[0])));
-            }
+            const bool inside = i * 32 + lane < valid;
+            g[i] = inside ? pace * softplus(to_f32(raw[i][1]) + to_f32(bias)) : 0.f;
+            beta[i] = inside ? 1.f / (1.f + expf(-to_f32(raw[i][0]))) : 0.f;
             g[i] = warp_scan(g[i]);
         }
         g[1] += __shfl_sync(0xffffffffu, g[0], 31);
@@ -195,30 +249,13 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 4) delta_prepare(c
     {
         // The warp's rows, and its blocks of them: half, half + 2.
         const int r = warp >> 1, half = warp & 1, row = r * 16 + (lane >> 2);
-        const bool diagonal = half == (r & 1);
         const u32 ka = smem_addr(kt), qa = smem_addr(qt);
         float kk[2][8], qk[2][8], qq[1][8];
         clear(kk);
         clear(qk);
         clear(qq);
-        #pragma unroll 2
-        for (int k = 0; k < K_TILES; ++k) {
-            u32 a[4], aq[4];
-            ldsm_x4(a, ka + by_rows<K_ROW>(r * 16, k * 16));
-            ldsm_x4(aq, qa + by_rows<K_ROW>(r * 16, k * 16));
-            #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (half + 2 * i > r) continue;
-                u32 fb[4];
-                ldsm_x4(fb, ka + by_cols<K_ROW>((half + 2 * i) * 16, k * 16));
-                mma_pair(kk[i], a, fb);
-                mma_pair(qk[i], aq, fb);
-            }
-            if (diagonal) {                      // operand A holds what B of its own rows holds
-                mma_16816(qq[0], aq, aq[0], aq[2]);
-                mma_16816(qq[0] + 4, aq, aq[1], aq[3]);
-            }
-        }
+        if (half + 2 <= r) key_products<2>(kk, qk, qq[0], ka, qa, r, half);
+        else if (half <= r) key_products<1>(kk, qk, qq[0], ka, qa, r, half);
         // Square sums are diagonals of k k^T and q q^T.
         #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -257,27 +294,12 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 4) delta_prepare(c
             u8* masked = shared + TRIANGLES + p * F_TILE;
             #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int j = half + 2 * i, past = row - j * 16 - 2 * quad;
+                const int j = half + 2 * i, at = row * F_ROW + (j * 16 + 2 * quad) * 2;
                 if (j > r) continue;
                 float from[4];
                 own_columns(from, cs, j);
-                #pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const int x = (e >> 1) & 1, at = (row + row_of(e)) * F_ROW + (j * 16 + 2 * quad + col_of(e)) * 2;
-                    const float l0 = past >= col_of(e) - row_of(e) ? exp2_fast(ct[x] - from[column_of(e)]) : 0.f;
-                    const float l1 = past >= col_of(e + 1) - row_of(e) ? exp2_fast(ct[x] - from[column_of(e + 1)]) : 0.f;
-                    *reinterpret_cast<u32*>(masked + at) = pack_bf16(qk[i][e] * l0, qk[i][e + 1] * l1);
-                    const float a0 = weight[x] * kk[i][e] * l0, a1 = weight[x] * kk[i][e + 1] * l1;
-                    if (j == r) {                // as invert_block takes it, which reads below the diagonal alone
-                        const int place = (row + row_of(e)) * F_ROW + j * 32 + quad * 8 + (e >> 2) * F_TILE;
-                        *reinterpret_cast<float2*>(triangle.hi + place) = make_float2(a0, a1);
-                    } else {
-                        u32 hi, lo;
-                        split(hi, lo, a0, a1);
-                        *reinterpret_cast<u32*>(triangle.hi + at) = hi;
-                        *reinterpret_cast<u32*>(triangle.lo() + at) = lo;
-                    }
-                }
+                if (j == r) mask_block<true>(kk[i], qk[i], ct, from, weight, masked, triangle, at);
+                else mask_block<false>(kk[i], qk[i], ct, from, weight, masked, triangle, at);
             }
         }
     }
