@@ -1,8 +1,6 @@
 // Tiles of bf16 in shared memory and their products on tensor cores, for kernels that work in chunks of tokens. A tile row
 // ends in one 16-byte piece of padding: the eight rows of an ldmatrix phase then lie in eight different bank groups.
 
-__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
-
 extern __shared__ __align__(16) u8 shared[];
 
 // Starts the copy of `ROWS` rows of COLS elements; zeros in place of rows from `valid` on.

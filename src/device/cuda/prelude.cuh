@@ -87,6 +87,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 // ---- Philox4x32-10 (Salmon et al., SC'11); src/ops/rng.rs holds the same in Rust -------------------

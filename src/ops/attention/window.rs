@@ -80,11 +80,8 @@ pub(super) fn dkv_warps(s: &AttnShape) -> usize {
 }
 
 fn defines(s: &AttnShape) -> Vec<(&'static str, String)> {
-    let all = [
-        ("WINDOW", s.window().unwrap_or(1)),
-        ("SINKS", usize::from(s.sinks)),
-        ("DKV_WARPS", dkv_warps(s)),
-    ];
+    let all =
+        [("WINDOW", s.window().unwrap_or(1)), ("SINKS", usize::from(s.sinks)), ("DKV_WARPS", dkv_warps(s))];
     all.map(|(name, value)| (name, value.to_string())).into()
 }
 

@@ -1,6 +1,6 @@
 //! CUDA side: checks, splits, grids and kernel parameters.
 
-use super::{CHUNK, DeltaShape, NORM_EPS};
+use super::{CHUNK, DeltaShape, NORM_EPS, hopper};
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue, KernelSource};
 use crate::ops::chunked::{Call, cut, fits_indices, needs_tensor_cores, tile, total};
@@ -8,11 +8,21 @@ use crate::ops::support::{addresses, aligned};
 
 const FORWARD: KernelSource = KernelSource {
     name: "delta_net/forward.cu",
-    text: concat!(include_str!("../tiles.cuh"), include_str!("tile.cuh"), include_str!("forward.cu")),
+    text: concat!(
+        include_str!("../tiles.cuh"),
+        include_str!("shape.cuh"),
+        include_str!("tile.cuh"),
+        include_str!("forward.cu")
+    ),
 };
 const BACKWARD: KernelSource = KernelSource {
     name: "delta_net/backward.cu",
-    text: concat!(include_str!("../tiles.cuh"), include_str!("tile.cuh"), include_str!("backward.cu")),
+    text: concat!(
+        include_str!("../tiles.cuh"),
+        include_str!("shape.cuh"),
+        include_str!("tile.cuh"),
+        include_str!("backward.cu")
+    ),
 };
 
 /// Widest head whose tiles fit registers and shared memory (163 KiB a block on 8.0).
@@ -89,17 +99,24 @@ fn gradients_shared(s: &DeltaShape) -> usize {
         + 2 * tile(CHUNK, CHUNK)
 }
 
-fn defines(s: &DeltaShape) -> Vec<(&'static str, String)> {
-    let mut out: Vec<_> =
-        [("CHUNK", CHUNK), ("KEY_DIM", s.key_dim), ("VALUE_DIM", s.value_dim), ("SLICE", slice(s))]
-            .map(|(name, value)| (name, value.to_string()))
-            .into();
+/// What all kernels are compiled for.
+pub(super) fn defines(s: &DeltaShape) -> Vec<(&'static str, String)> {
+    let mut out: Vec<_> = [("CHUNK", CHUNK), ("KEY_DIM", s.key_dim), ("VALUE_DIM", s.value_dim)]
+        .map(|(name, value)| (name, value.to_string()))
+        .into();
     out.push(("NORM_EPS", format!("{NORM_EPS:e}f")));
     out
 }
 
+/// And those with tiles of padded rows besides.
+fn sliced(s: &DeltaShape) -> Vec<(&'static str, String)> {
+    let mut out = defines(s);
+    out.insert(3, ("SLICE", slice(s).to_string()));
+    out
+}
+
 /// seq, key heads, value heads, chunks: the end of every kernel's list.
-fn shape(s: &DeltaShape) -> [usize; 4] {
+pub(super) fn shape(s: &DeltaShape) -> [usize; 4] {
     [s.seq, s.key_heads, s.value_heads, s.chunks()]
 }
 
@@ -121,7 +138,7 @@ fn prepare(
         pointers: &[&inputs[..], &[c, beta, rq, rk, tri, att]].concat(),
         ints: &[s.projected_width()],
     }
-    .issue(&defines(s), shape(s), cuda)
+    .issue(&sliced(s), shape(s), cuda)
 }
 
 fn pass_blocks(s: &DeltaShape) -> usize {
@@ -142,19 +159,24 @@ pub(super) fn forward(
     aligned("delta_net_fwd", args)?;
     let [qkv, proj, a_log, dt_bias, o, states] = addresses("delta_net_fwd", args)?;
     let [c, beta, rq, rk, tri, att, _] = cut(pieces(s, false), workspace);
-    Ok(Issue::Many(vec![
-        prepare(s, cuda, FORWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?,
+    let mut issues =
+        vec![prepare(s, cuda, FORWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?];
+    let pointers = &[qkv, c, beta, rq, rk, tri, att, o, states];
+    issues.push(if hopper::takes(s, cuda.cc) {
+        hopper::forward(s, cuda, pointers)?
+    } else {
         Call {
             source: FORWARD,
             entry: "delta_pass",
             grid: [pass_blocks(s), 1, 1],
             threads: 2 * slice(s),
             shared: pass_shared(s),
-            pointers: &[qkv, c, beta, rq, rk, tri, att, o, states],
+            pointers,
             ints: &[],
         }
-        .issue(&defines(s), shape(s), cuda)?,
-    ]))
+        .issue(&sliced(s), shape(s), cuda)?
+    });
+    Ok(Issue::Many(issues))
 }
 
 /// `args` as [`super::DeltaBwd`] lists them.
@@ -171,31 +193,41 @@ pub(super) fn backward(
     aligned("delta_net_bwd", args)?;
     let [qkv, proj, a_log, dt_bias, states, d_o, dqkv, dba, partial] = addresses("delta_net_bwd", args)?;
     let [c, beta, rq, rk, tri, att, dstates] = cut(pieces(s, true), workspace);
-    Ok(Issue::Many(vec![
-        prepare(s, cuda, BACKWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?,
+    let mut issues =
+        vec![prepare(s, cuda, BACKWARD, [qkv, proj, a_log, dt_bias], [c, beta, rq, rk, tri, att])?];
+    let of_pass = &[qkv, c, beta, rq, rk, tri, att, d_o, dstates, dqkv];
+    let of_gradients =
+        &[qkv, proj, a_log, dt_bias, states, d_o, c, beta, rq, rk, tri, dstates, dqkv, dba, partial];
+    if hopper::takes(s, cuda.cc) {
+        issues.push(hopper::back(s, cuda, of_pass)?);
+        issues.push(hopper::gradients(s, cuda, of_gradients)?);
+        return Ok(Issue::Many(issues));
+    }
+    issues.push(
         Call {
             source: BACKWARD,
             entry: "delta_pass_back",
             grid: [pass_blocks(s), 1, 1],
             threads: 2 * slice(s),
             shared: pass_shared(s),
-            pointers: &[qkv, c, beta, rq, rk, tri, att, d_o, dstates, dqkv],
+            pointers: of_pass,
             ints: &[],
         }
-        .issue(&defines(s), shape(s), cuda)?,
+        .issue(&sliced(s), shape(s), cuda)?,
+    );
+    issues.push(
         Call {
             source: BACKWARD,
             entry: "delta_gradients",
             grid: [s.batch * s.chunks() * s.key_heads, 1, 1],
             threads: GRADIENT_THREADS,
             shared: gradients_shared(s),
-            pointers: &[
-                qkv, proj, a_log, dt_bias, states, d_o, c, beta, rq, rk, tri, dstates, dqkv, dba, partial,
-            ],
+            pointers: of_gradients,
             ints: &[s.projected_width()],
         }
-        .issue(&defines(s), shape(s), cuda)?,
-    ]))
+        .issue(&sliced(s), shape(s), cuda)?,
+    );
+    Ok(Issue::Many(issues))
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@
 //! 2 value_heads columns of the in-projection's output `proj` [T, value_heads V + width of qkv + 2 value_heads] (z, q,
 //! k, v, b, alpha).
 
+mod hopper;
 mod launch;
 mod reference;
 #[cfg(test)]

@@ -1,14 +1,5 @@
-// What the kernels of the gated delta rule share. Defines: CHUNK tokens of a chunk (Q), KEY_DIM (K), VALUE_DIM (V),
-// SLICE columns of V of a block of the pass, NORM_EPS.
-//
-// Notation, per sequence and value head, inside one chunk (mod.rs): c_t the running sum of g (kept in units of ln 2, so
-// that decays are exp2), c_Q the chunk's whole sum, S the state [V, K] at its start, dS the gradient of that at its end.
-// q and k stay as the convolution wrote them: rq_t (with 1/sqrt(K)) and rk_t, by which they are scaled to length 1, enter
-// as factors of rows and columns.
-//
-// c and beta lie in workspace as f32 [batch, value heads, padded], rq and rk as [batch, key heads, padded], padded =
-// chunks * CHUNK. Past the sequence g and beta are 0 and every tile row is filled with zeros, so that tails need no other
-// care. T and the masked q k^T: bf16 [batch, chunks, value heads, Q, Q], zero above the diagonal.
+// What the kernels of the gated delta rule for every chip with tensor cores share: tiles with padded rows, delta_prepare, the walk over chunks.
+// SLICE: columns of V of a block of the pass.
 
 constexpr int TOKEN_TILES = CHUNK / 16;
 constexpr int K_TILES = KEY_DIM / 16, V_TILES = VALUE_DIM / 16;
@@ -18,18 +9,6 @@ constexpr int V_TILE = CHUNK * V_ROW;            // tokens x V
 constexpr int F_TILE = CHUNK * F_ROW;            // tokens x tokens
 constexpr int S_TILE = VALUE_DIM * K_ROW;        // a state
 constexpr int SERIES_BYTES = 4 * CHUNK * 4;      // c, beta, rq, rk
-
-// Shapes, as every kernel's last parameters.
-struct Shape {
-    int seq, key_heads, value_heads, chunks;
-    __device__ __forceinline__ int key_width() const { return key_heads * KEY_DIM; }
-    __device__ __forceinline__ int value_width() const { return value_heads * VALUE_DIM; }
-    __device__ __forceinline__ int width() const { return 2 * key_width() + value_width(); }   // of a row of qkv
-    __device__ __forceinline__ int group() const { return value_heads / key_heads; }
-    __device__ __forceinline__ i64 series(int b, int h) const { return ((i64)b * value_heads + h) * chunks * CHUNK; }
-    __device__ __forceinline__ i64 key_series(int b, int kh) const { return ((i64)b * key_heads + kh) * chunks * CHUNK; }
-    __device__ __forceinline__ i64 item(int b, int c, int h) const { return ((i64)b * chunks + c) * value_heads + h; }
-};
 
 // Starts the copy of a chunk's numbers a token.
 template <int THREADS>
@@ -49,16 +28,6 @@ __device__ __forceinline__ void own_columns(float v[4], const float* series, int
 }
 __device__ __forceinline__ constexpr int column_of(int e) { return (e & 1) + (e >> 2) * 2; }
 __device__ __forceinline__ float element(const u32 a[4], int e) { return e & 1 ? bf16_hi(a[e >> 1]) : bf16_lo(a[e >> 1]); }
-// Inclusive prefix sum over a warp.
-__device__ __forceinline__ float warp_scan(float x) {
-    const int lane = threadIdx.x & 31;
-    #pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-        const float y = __shfl_up_sync(0xffffffffu, x, o);
-        if (lane >= o) x += y;
-    }
-    return x;
-}
 
 // What is local to a chunk: c, beta, rq, rk, T and the masked q k^T, for two value heads of one key head.
 //
