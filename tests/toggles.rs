@@ -10,7 +10,7 @@ use mbperf::workloads;
 use mbperf::workloads::share::RankShare;
 use rayon::prelude::*;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant};
 
@@ -151,6 +151,58 @@ fn no_key_is_taken_in_silence() {
     eprintln!("{} keys on {} models in {took:.1?}", KEYS.len(), MODELS.len());
     assert!(found.is_empty(), "{} settings are taken in silence:\n{}", found.len(), found.join("\n"));
     assert!(took < LONGEST, "{took:?}");
+}
+
+/// Counts of the model that may be 0.
+const MAY_BE_0: [&str; 2] = ["mtp_num_layers", "hash_layers"];
+
+/// Numbers of a configuration that are 0, by their path.
+fn zeros(value: &Value, path: &str, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Number(n) if n.as_u64() == Some(0) => _ = found.insert(path.to_owned()),
+        Value::Array(list) => list.iter().for_each(|v| zeros(v, path, found)),
+        Value::Object(fields) => fields.iter().for_each(|(k, v)| zeros(v, &format!("{path}.{k}"), found)),
+        _ => {}
+    }
+}
+
+/// Without a size a model has no such part, or another size stands for it, or it is refused: nothing is run 0 wide.
+#[test]
+fn no_size_is_left_at_0() {
+    let of_model = |r: &Resolved| {
+        let mut found = BTreeSet::new();
+        zeros(&serde_json::to_value(&r.config.model).unwrap(), "model", &mut found);
+        found
+    };
+    let sizes: Vec<&Key> =
+        KEYS.iter().filter(|k| k.kind == Kind::Int && k.name.starts_with("model.")).collect();
+    let models: Vec<_> = MODELS
+        .iter()
+        .map(|model| match outcome(model, &BTreeMap::new()) {
+            Outcome::Ok(r) => (*model, of_model(&r)),
+            Outcome::Error { message, .. } => panic!("{model}: {message}"),
+        })
+        .collect();
+    let cases: Vec<_> = models
+        .iter()
+        .flat_map(|m| sizes.iter().flat_map(move |k| ["null", "0"].map(|text| (m, k.name, text))))
+        .collect();
+    let wrong: Vec<String> = cases
+        .par_iter()
+        .filter_map(|((model, known), name, text)| {
+            let Outcome::Ok(r) = outcome(&format!("{model} {name}={text}"), &BTreeMap::new()) else {
+                return None;
+            };
+            let new = of_model(&r);
+            let new: Vec<&String> = new
+                .difference(known)
+                .filter(|path| !MAY_BE_0.iter().any(|name| path.ends_with(name)))
+                .collect();
+            let none = r.config.not_built.is_empty() && RankShare::of(&r.config).is_err();
+            (!new.is_empty() || none).then(|| format!("{model} {name}={text}: {new:?}"))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
