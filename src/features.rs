@@ -115,12 +115,31 @@ pub const FEATURES: &[Feature] = &[
                     .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
         },
     ),
+    not_built(
+        "multi-latent attention of widths that its kernels lack",
+        "choose model.qk_pos_emb_head_dim a power of two from 8 to 256, and model.qk_head_dim and model.v_head_dim multiples of 16 \
+         (32 where qk_head_dim and qk_pos_emb_head_dim together are above 256, to 512), values no wider than keys",
+        |e| {
+            let n = |key: &str| e.values.int(key).and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
+            let (nope, rotary, value) =
+                (n("model.qk_head_dim"), n("model.qk_pos_emb_head_dim"), n("model.v_head_dim"));
+            let kernels = crate::ops::mla_rope::has_kernels(nope, rotary, value)
+                && crate::ops::attention::has_kernels(nope + rotary, value);
+            e.values.on("model.multi_latent_attention") && !e.shared_kv() && !kernels
+        },
+    ),
+    not_built("attention heads of a width that its kernels lack", "choose another model.kv_channels", |e| {
+        let attends = e.count(&[LayerKind::Dense, LayerKind::Moe, LayerKind::AttnOnly]) > 0;
+        let head = e.values.int("model.kv_channels").and_then(|n| usize::try_from(n).ok());
+        let lacks = head.is_some_and(|n| !crate::ops::attention::has_kernels(n, n));
+        attends && !e.shared_kv() && !e.own_keys() && lacks
+    }),
     not_built("this attention variant", "set model.attention_variant=null", |e| {
         let built = ["dsa", crate::recipe::DELTA_NET, crate::recipe::SHARED_KV];
         e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
     not_built(
-        "an output of DeepSeek-V4's attention that its groups do not divide, or more rotated elements than a head has",
+        "an output of DeepSeek-V4's attention that its groups do not divide, or a head or rotated part that its kernels lack",
         "change model.num_attention_heads, model.kv_channels or model.qk_pos_emb_head_dim",
         |e| {
             let n = |key: &str| e.values.int(key).unwrap_or(0);
@@ -129,7 +148,9 @@ pub const FEATURES: &[Feature] = &[
             let head = n("model.kv_channels");
             let (width, rotary) =
                 (n("model.num_attention_heads").saturating_mul(head), n("model.qk_pos_emb_head_dim"));
-            e.shared_kv() && (width % groups != 0 || rotary > head || rotary % 2 != 0)
+            let whole = |n: i64| usize::try_from(n).unwrap_or(0);
+            let kernels = crate::ops::shared_kv::has_kernels(whole(head), whole(rotary));
+            e.shared_kv() && (width % groups != 0 || !kernels)
         },
     ),
     not_built(
@@ -200,6 +221,14 @@ pub const FEATURES: &[Feature] = &[
             |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn) || (t == "mrope" && sections);
         e.values.text("model.position_embedding_type").is_some_and(|t| !built(t))
     }),
+    not_built(
+        "rotary embedding of one axis beside an image tower",
+        "set model.position_embedding_type=mrope",
+        |e| {
+            let kind = e.values.text("model.position_embedding_type").unwrap_or("rope");
+            e.values.is_set("model.vision") && (kind == "rope" || kind == "yarn")
+        },
+    ),
     not_built(
         "this pattern of multi-token prediction",
         "write M, *, - or E for each layer in model.mtp_hybrid_override_pattern, or set model.mtp_num_layers=0",

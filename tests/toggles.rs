@@ -211,6 +211,7 @@ const DEEPSEEK: &str = "-m deepseek -mr deepseek_v3 -g h100";
 const HYBRID: &str = "-m nemotronh -mr nemotron_3_nano -g h100";
 const DELTA: &str = "-m qwen -mr qwen3_next_80b_a3b -g h100";
 const V4: &str = "-m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx --run_dtype bf16";
+const VISION: &str = "-m qwen_vl -mr qwen3_vl_30b_a3b -g h100";
 const WAN: &str = "-m wan -mr wan_14b -g h100";
 
 /// The beginning of a feature's name, and what asks for it.
@@ -222,6 +223,12 @@ const ASKED: &[(&str, &str, &str)] = &[
     ("a gated delta net convolution", DELTA, "model.linear_conv_kernel_dim=3"),
     ("an output of DeepSeek-V4's", V4, "model.qk_pos_emb_head_dim=63"),
     ("DeepSeek-V4's attention over", V4, "-tp 2"),
+    ("an output of DeepSeek-V4's", V4, "model.kv_channels=1024"),
+    ("multi-latent attention of widths", DEEPSEEK, "model.qk_pos_emb_head_dim=63"),
+    ("multi-latent attention of widths", DEEPSEEK, "model.v_head_dim=99 model.qk_head_dim=77"),
+    ("multi-latent attention of widths", DEEPSEEK, "model.v_head_dim=256"),
+    ("attention heads of a width", LLAMA, "model.kv_channels=1024"),
+    ("rotary embedding of one axis", VISION, "model.position_embedding_type=rope"),
     ("hyper-connections around", V4, "model.hidden_dropout=0.1"),
     ("a fixed sink", LLAMA, "model.softmax_type=off-by-one"),
     ("sinks or windows in", DEEPSEEK, "model.softmax_type=learnable"),
@@ -295,4 +302,21 @@ fn what_is_not_built_is_refused_by_its_name() {
         of_table.chain(not_built_by_key()).filter(|n| !covered(n)).map(|n| format!("no line asks for {n}")),
     );
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// A refusal gives the reason that holds.
+#[test]
+fn rotary_settings_are_refused_for_what_they_are() {
+    for rest in [
+        "model.position_embedding_type=mrope model.mrope_section=[24,20,20]",
+        "model.mrope_section=[24,20,20]",
+    ] {
+        match outcome(&format!("{LLAMA} {rest}"), &BTreeMap::new()) {
+            Outcome::Error { rule: Some("M32"), message } => {
+                assert!(message.contains("without an image tower"), "{message}")
+            }
+            Outcome::Error { message, .. } => panic!("{rest}: {message}"),
+            Outcome::Ok(r) => panic!("{rest}: {:?}", r.notices),
+        }
+    }
 }

@@ -18,6 +18,8 @@ mod reference;
 #[cfg(test)]
 mod tests;
 
+pub use launch::has_kernels;
+
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};
