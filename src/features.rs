@@ -2,7 +2,7 @@
 //! modelled.
 //!
 //! An approximated feature is named in the row's `approximations`. A feature that is not built passes a dry run with
-//! the notice `not_built`; only the run is refused.
+//! the notice `not_built`; only the run is refused. What columns of the row say already is told in a notice of its own.
 
 use crate::config::LayerKind;
 use crate::rules::Effective;
@@ -14,6 +14,8 @@ pub enum State {
     Approximated,
     /// There is no code.
     NotBuilt,
+    /// It was asked for by an option, and the row has columns that say it: a notice for whoever reads the terminal.
+    Told,
 }
 
 /// One feature.
@@ -34,11 +36,17 @@ const fn not_built(name: &'static str, note: &'static str, asked: fn(&Effective)
     Feature { name, state: State::NotBuilt, note, asked }
 }
 
+const fn told(name: &'static str, note: &'static str, asked: fn(&Effective) -> bool) -> Feature {
+    Feature { name, state: State::Told, note, asked }
+}
+
 /// The table.
 pub const FEATURES: &[Feature] = &[
-    approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| {
-        e.args.mbperf.run_dtype.is_some() && e.dtype != "bf16"
-    }),
+    told(
+        "run_dtype_bf16",
+        "--run_dtype bf16: the recipe's layout is run in bf16, not in the recipe's own type (columns recipe_dtype and compute_dtype)",
+        |e| e.args.mbperf.run_dtype.is_some() && e.dtype != "bf16",
+    ),
     approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
         let of = e.values.get("model.rope_scaling");
         !of.is_null()
@@ -328,6 +336,11 @@ pub const FEATURES: &[Feature] = &[
     not_built("LoRA", "choose --task pretrain", |e| e.values.is_set("peft.scheme")),
 ];
 
+/// What the row's columns say already, by the notice's name and words.
+pub fn told_of(e: &Effective) -> impl Iterator<Item = (&'static str, &'static str)> {
+    FEATURES.iter().filter(|f| f.state == State::Told && (f.asked)(e)).map(|f| (f.name, f.note))
+}
+
 /// The approximations by name, and the reasons why there is no code, each with what to do.
 pub fn sort(e: &Effective) -> (Vec<String>, Vec<String>) {
     let of = |state: State| FEATURES.iter().filter(move |f| f.state == state && (f.asked)(e));
@@ -350,6 +363,25 @@ mod tests {
         let cfg = overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
         assert!(cfg.not_built.is_empty(), "{line}: {:?}", cfg.not_built);
         cfg.approximations
+    }
+
+    /// Another type than the recipe's is what was asked for, and two columns say it: no approximation, but a notice.
+    #[test]
+    fn another_type_is_told_and_no_approximation() {
+        let catalogue = Catalogue::load(None).unwrap();
+        let told = |line: &str| {
+            let argv = ["mbperf"].into_iter().chain(line.split_whitespace()).map(String::from);
+            let Ok(Command::Run(args)) = args::parse(argv) else { panic!("{line}") };
+            let r = overrides::resolve(&args, &catalogue, &|_| None).unwrap();
+            assert!(!r.config.approximations.iter().any(|a| a.contains("bf16")), "{line}");
+            let notice = r.notices.iter().find(|n| n.id == "run_dtype_bf16");
+            notice.is_some_and(|n| n.message.contains("in bf16, not in the recipe's own type"))
+        };
+        let other = "-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs comm_overlap.tp_comm_overlap=false";
+        assert!(told(&format!("{other} --run_dtype bf16")));
+        assert!(!told(other));
+        assert!(!told("-m llama -mr llama3_8b -g h100 --run_dtype bf16"));
+        assert_eq!(approximations(&format!("{other} --run_dtype bf16")), Vec::<String>::new());
     }
 
     /// A tower's graphs are named for recipes that ask for them, and where nothing else holds the tower.
