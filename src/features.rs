@@ -2,7 +2,7 @@
 //! modelled.
 //!
 //! An approximated feature is named in the row's `approximations`. A feature that is not built passes a dry run with
-//! the notice `not_built`; only the run is refused.
+//! the notice `not_built`; only the run is refused. What columns of the row say already is told in a notice of its own.
 
 use crate::config::LayerKind;
 use crate::rules::Effective;
@@ -14,6 +14,8 @@ pub enum State {
     Approximated,
     /// There is no code.
     NotBuilt,
+    /// It was asked for by an option, and the row has columns that say it: a notice for whoever reads the terminal.
+    Told,
 }
 
 /// One feature.
@@ -34,11 +36,17 @@ const fn not_built(name: &'static str, note: &'static str, asked: fn(&Effective)
     Feature { name, state: State::NotBuilt, note, asked }
 }
 
+const fn told(name: &'static str, note: &'static str, asked: fn(&Effective) -> bool) -> Feature {
+    Feature { name, state: State::Told, note, asked }
+}
+
 /// The table.
 pub const FEATURES: &[Feature] = &[
-    approximated("run_dtype_bf16", "the recipe's layout in bf16", |e| {
-        e.args.mbperf.run_dtype.is_some() && e.dtype != "bf16"
-    }),
+    told(
+        "run_dtype_bf16",
+        "--run_dtype bf16: the recipe's layout is run in bf16, not in the recipe's own type (columns recipe_dtype and compute_dtype)",
+        |e| e.args.mbperf.run_dtype.is_some() && e.dtype != "bf16",
+    ),
     approximated("rope_scaling", "unscaled rotary frequencies: other angles, the same work", |e| {
         let of = e.values.get("model.rope_scaling");
         !of.is_null()
@@ -115,12 +123,31 @@ pub const FEATURES: &[Feature] = &[
                     .is_some_and(|k| k != crate::ops::mamba_conv::TAPS as i64)
         },
     ),
+    not_built(
+        "multi-latent attention of widths that its kernels lack",
+        "choose model.qk_pos_emb_head_dim a power of two from 8 to 256, and model.qk_head_dim and model.v_head_dim multiples of 16 \
+         (32 where qk_head_dim and qk_pos_emb_head_dim together are above 256, to 512), values no wider than keys",
+        |e| {
+            let n = |key: &str| e.values.int(key).and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
+            let (nope, rotary, value) =
+                (n("model.qk_head_dim"), n("model.qk_pos_emb_head_dim"), n("model.v_head_dim"));
+            let kernels = crate::ops::mla_rope::has_kernels(nope, rotary, value)
+                && crate::ops::attention::has_kernels(nope + rotary, value);
+            e.values.on("model.multi_latent_attention") && !e.shared_kv() && !kernels
+        },
+    ),
+    not_built("attention heads of a width that its kernels lack", "choose another model.kv_channels", |e| {
+        let attends = e.count(&[LayerKind::Dense, LayerKind::Moe, LayerKind::AttnOnly]) > 0;
+        let head = e.values.int("model.kv_channels").and_then(|n| usize::try_from(n).ok());
+        let lacks = head.is_some_and(|n| !crate::ops::attention::has_kernels(n, n));
+        attends && !e.shared_kv() && !e.own_keys() && lacks
+    }),
     not_built("this attention variant", "set model.attention_variant=null", |e| {
         let built = ["dsa", crate::recipe::DELTA_NET, crate::recipe::SHARED_KV];
         e.values.text("model.attention_variant").is_some_and(|v| !built.contains(&v))
     }),
     not_built(
-        "an output of DeepSeek-V4's attention that its groups do not divide, or more rotated elements than a head has",
+        "an output of DeepSeek-V4's attention that its groups do not divide, or a head or rotated part that its kernels lack",
         "change model.num_attention_heads, model.kv_channels or model.qk_pos_emb_head_dim",
         |e| {
             let n = |key: &str| e.values.int(key).unwrap_or(0);
@@ -129,7 +156,9 @@ pub const FEATURES: &[Feature] = &[
             let head = n("model.kv_channels");
             let (width, rotary) =
                 (n("model.num_attention_heads").saturating_mul(head), n("model.qk_pos_emb_head_dim"));
-            e.shared_kv() && (width % groups != 0 || rotary > head || rotary % 2 != 0)
+            let whole = |n: i64| usize::try_from(n).unwrap_or(0);
+            let kernels = crate::ops::shared_kv::has_kernels(whole(head), whole(rotary));
+            e.shared_kv() && (width % groups != 0 || !kernels)
         },
     ),
     not_built(
@@ -200,6 +229,14 @@ pub const FEATURES: &[Feature] = &[
             |t: &str| matches!(t, "rope" | "none") || (t == "yarn" && yarn) || (t == "mrope" && sections);
         e.values.text("model.position_embedding_type").is_some_and(|t| !built(t))
     }),
+    not_built(
+        "rotary embedding of one axis beside an image tower",
+        "set model.position_embedding_type=mrope",
+        |e| {
+            let kind = e.values.text("model.position_embedding_type").unwrap_or("rope");
+            e.values.is_set("model.vision") && (kind == "rope" || kind == "yarn")
+        },
+    ),
     not_built(
         "this pattern of multi-token prediction",
         "write M, *, - or E for each layer in model.mtp_hybrid_override_pattern, or set model.mtp_num_layers=0",
@@ -299,6 +336,11 @@ pub const FEATURES: &[Feature] = &[
     not_built("LoRA", "choose --task pretrain", |e| e.values.is_set("peft.scheme")),
 ];
 
+/// What the row's columns say already, by the notice's name and words.
+pub fn told_of(e: &Effective) -> impl Iterator<Item = (&'static str, &'static str)> {
+    FEATURES.iter().filter(|f| f.state == State::Told && (f.asked)(e)).map(|f| (f.name, f.note))
+}
+
 /// The approximations by name, and the reasons why there is no code, each with what to do.
 pub fn sort(e: &Effective) -> (Vec<String>, Vec<String>) {
     let of = |state: State| FEATURES.iter().filter(move |f| f.state == state && (f.asked)(e));
@@ -321,6 +363,25 @@ mod tests {
         let cfg = overrides::resolve(&args, &catalogue, &|_| None).unwrap().config;
         assert!(cfg.not_built.is_empty(), "{line}: {:?}", cfg.not_built);
         cfg.approximations
+    }
+
+    /// Another type than the recipe's is what was asked for, and two columns say it: no approximation, but a notice.
+    #[test]
+    fn another_type_is_told_and_no_approximation() {
+        let catalogue = Catalogue::load(None).unwrap();
+        let told = |line: &str| {
+            let argv = ["mbperf"].into_iter().chain(line.split_whitespace()).map(String::from);
+            let Ok(Command::Run(args)) = args::parse(argv) else { panic!("{line}") };
+            let r = overrides::resolve(&args, &catalogue, &|_| None).unwrap();
+            assert!(!r.config.approximations.iter().any(|a| a.contains("bf16")), "{line}");
+            let notice = r.notices.iter().find(|n| n.id == "run_dtype_bf16");
+            notice.is_some_and(|n| n.message.contains("in bf16, not in the recipe's own type"))
+        };
+        let other = "-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs comm_overlap.tp_comm_overlap=false";
+        assert!(told(&format!("{other} --run_dtype bf16")));
+        assert!(!told(other));
+        assert!(!told("-m llama -mr llama3_8b -g h100 --run_dtype bf16"));
+        assert_eq!(approximations(&format!("{other} --run_dtype bf16")), Vec::<String>::new());
     }
 
     /// A tower's graphs are named for recipes that ask for them, and where nothing else holds the tower.

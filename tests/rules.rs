@@ -13,6 +13,15 @@ const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
 const HYBRID: &str = "-m nemotronh -mr nemotronh_56b -g h100 -c fp8_cs";
 const DEEPSEEK: &str = "-m deepseek -mr deepseek_v3 -g h100";
 const DEEPSEEK_V4: &str = "-m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx --run_dtype bf16";
+const DELTA: &str = "-m qwen -mr qwen3_next_80b_a3b -g h100";
+const VISION: &str = "-m qwen_vl -mr qwen3_vl_30b_a3b -g h100";
+const NO_GROUPS: &str = "model.moe_router_group_topk=null";
+const NO_BIAS: &str = "model.moe_router_enable_expert_bias=false";
+const EXPERT_SIZES: &str = "model.moe_router_topk=2 model.moe_ffn_hidden_size=512";
+const LATENT: &str =
+    "model.kv_lora_rank=512 model.qk_head_dim=128 model.qk_pos_emb_head_dim=64 model.v_head_dim=128";
+const DELTA_SIZES: &str = "model.linear_num_key_heads=16 model.linear_num_value_heads=32 model.linear_key_head_dim=128 \
+                           model.linear_value_head_dim=128";
 const TE: &str = "--cuda_graph_impl transformer_engine --cuda_graph_scope";
 const FULL: &str = "--cuda_graph_impl local --cuda_graph_scope full_iteration";
 const DROP: &str = "--use_tokendrop true model.moe_token_dispatcher_type=alltoall";
@@ -95,6 +104,55 @@ fn pairs() -> Vec<Pair> {
             "--cuda_graph_impl none model.moe_expert_capacity_factor=100",
             "--cuda_graph_impl none model.moe_expert_capacity_factor=16",
         ),
+        pair(
+            "M33",
+            DEEPSEEK,
+            "model.moe_router_num_groups=null",
+            format!("model.moe_router_num_groups=null {NO_GROUPS}"),
+        ),
+        pair(
+            "M35",
+            LLAMA,
+            "model.multi_latent_attention=true",
+            format!("model.multi_latent_attention=true {LATENT}"),
+        ),
+        pair("M35", DEEPSEEK, "model.v_head_dim=null", "model.q_lora_rank=null"),
+        pair("M35", DEEPSEEK, "model.moe_ffn_hidden_size=null", "model.moe_ffn_hidden_size=1024"),
+        pair("M35", DELTA, "model.linear_key_head_dim=null", "model.linear_key_head_dim=64"),
+        pair(
+            "M35",
+            QWEN,
+            "model.attention_variant=gated_delta_net model.linear_attention_freq=4",
+            format!("model.attention_variant=gated_delta_net model.linear_attention_freq=4 {DELTA_SIZES}"),
+        ),
+        pair("M35", LLAMA, "--num_moe_experts 8", format!("--num_moe_experts 8 {EXPERT_SIZES}")),
+        pair("M35", HYBRID, "model.mamba_state_dim=null", "model.mamba_num_groups=8"),
+        pair(
+            "M35",
+            HYBRID,
+            "--num_layers 2 model.hybrid_override_pattern=ME",
+            "--num_layers 2 model.hybrid_override_pattern=M-",
+        ),
+        pair("M36", VISION, "model.mrope_section=[1,2,3]", "model.mrope_section=[32,16,16]"),
+        pair(
+            "M37",
+            DEEPSEEK,
+            "model.moe_router_score_function=softmax",
+            format!("model.moe_router_score_function=softmax {NO_BIAS}"),
+        ),
+        pair(
+            "M38",
+            LLAMA,
+            "model.window_size=[64,0] model.window_attn_skip_freq=0",
+            "model.window_size=[64,0] model.window_attn_skip_freq=2",
+        ),
+        // Multi-latent attention has a key a query head, whatever the groups are.
+        pair(
+            "M08",
+            LLAMA,
+            "model.num_attention_heads=12",
+            format!("model.multi_latent_attention=true model.num_attention_heads=12 {LATENT}"),
+        ),
         pair("M32", LLAMA, "model.attention_backend=flash", "model.attention_backend=auto"),
         pair(
             "M32",
@@ -174,7 +232,12 @@ fn pairs() -> Vec<Pair> {
             format!("model.moe_expert_rank_capacity_factor=1.5 --moe_row_bound 2 {SEVERAL}"),
             format!("model.moe_expert_rank_capacity_factor=1.5 {SEVERAL}"),
         ),
-        pair("M27", LLAMA, "model.moe_router_topk=2", "--num_moe_experts 8 model.moe_router_topk=2"),
+        pair(
+            "M27",
+            LLAMA,
+            "model.moe_router_topk=2",
+            "--num_moe_experts 8 model.moe_router_topk=2 model.moe_ffn_hidden_size=512",
+        ),
         pair("M27", LLAMA, "model.moe_grouped_gemm=true", "model.moe_paged_stash=false"),
         pair("M27", LLAMA, "model.mamba_chunk_size=64", "model.mamba_chunk_size=null"),
         pair("M27", LLAMA, "model.kv_lora_rank=512", "model.kv_lora_rank=null"),

@@ -10,7 +10,7 @@ use mbperf::workloads;
 use mbperf::workloads::share::RankShare;
 use rayon::prelude::*;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant};
 
@@ -153,12 +153,65 @@ fn no_key_is_taken_in_silence() {
     assert!(took < LONGEST, "{took:?}");
 }
 
+/// Counts of the model that may be 0.
+const MAY_BE_0: [&str; 2] = ["mtp_num_layers", "hash_layers"];
+
+/// Numbers of a configuration that are 0, by their path.
+fn zeros(value: &Value, path: &str, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Number(n) if n.as_u64() == Some(0) => _ = found.insert(path.to_owned()),
+        Value::Array(list) => list.iter().for_each(|v| zeros(v, path, found)),
+        Value::Object(fields) => fields.iter().for_each(|(k, v)| zeros(v, &format!("{path}.{k}"), found)),
+        _ => {}
+    }
+}
+
+/// Without a size a model has no such part, or another size stands for it, or it is refused: nothing is run 0 wide.
+#[test]
+fn no_size_is_left_at_0() {
+    let of_model = |r: &Resolved| {
+        let mut found = BTreeSet::new();
+        zeros(&serde_json::to_value(&r.config.model).unwrap(), "model", &mut found);
+        found
+    };
+    let sizes: Vec<&Key> =
+        KEYS.iter().filter(|k| k.kind == Kind::Int && k.name.starts_with("model.")).collect();
+    let models: Vec<_> = MODELS
+        .iter()
+        .map(|model| match outcome(model, &BTreeMap::new()) {
+            Outcome::Ok(r) => (*model, of_model(&r)),
+            Outcome::Error { message, .. } => panic!("{model}: {message}"),
+        })
+        .collect();
+    let cases: Vec<_> = models
+        .iter()
+        .flat_map(|m| sizes.iter().flat_map(move |k| ["null", "0"].map(|text| (m, k.name, text))))
+        .collect();
+    let wrong: Vec<String> = cases
+        .par_iter()
+        .filter_map(|((model, known), name, text)| {
+            let Outcome::Ok(r) = outcome(&format!("{model} {name}={text}"), &BTreeMap::new()) else {
+                return None;
+            };
+            let new = of_model(&r);
+            let new: Vec<&String> = new
+                .difference(known)
+                .filter(|path| !MAY_BE_0.iter().any(|name| path.ends_with(name)))
+                .collect();
+            let none = r.config.not_built.is_empty() && RankShare::of(&r.config).is_err();
+            (!new.is_empty() || none).then(|| format!("{model} {name}={text}: {new:?}"))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 const LLAMA: &str = "-m llama -mr llama3_8b -g h100";
 const QWEN: &str = "-m qwen -mr qwen3_30b_a3b -g h100";
 const DEEPSEEK: &str = "-m deepseek -mr deepseek_v3 -g h100";
 const HYBRID: &str = "-m nemotronh -mr nemotron_3_nano -g h100";
 const DELTA: &str = "-m qwen -mr qwen3_next_80b_a3b -g h100";
 const V4: &str = "-m deepseek -mr deepseek_v4_flash -g gb200 -c fp8_mx --run_dtype bf16";
+const VISION: &str = "-m qwen_vl -mr qwen3_vl_30b_a3b -g h100";
 const WAN: &str = "-m wan -mr wan_14b -g h100";
 
 /// The beginning of a feature's name, and what asks for it.
@@ -170,6 +223,12 @@ const ASKED: &[(&str, &str, &str)] = &[
     ("a gated delta net convolution", DELTA, "model.linear_conv_kernel_dim=3"),
     ("an output of DeepSeek-V4's", V4, "model.qk_pos_emb_head_dim=63"),
     ("DeepSeek-V4's attention over", V4, "-tp 2"),
+    ("an output of DeepSeek-V4's", V4, "model.kv_channels=1024"),
+    ("multi-latent attention of widths", DEEPSEEK, "model.qk_pos_emb_head_dim=63"),
+    ("multi-latent attention of widths", DEEPSEEK, "model.v_head_dim=99 model.qk_head_dim=77"),
+    ("multi-latent attention of widths", DEEPSEEK, "model.v_head_dim=256"),
+    ("attention heads of a width", LLAMA, "model.kv_channels=1024"),
+    ("rotary embedding of one axis", VISION, "model.position_embedding_type=rope"),
     ("hyper-connections around", V4, "model.hidden_dropout=0.1"),
     ("a fixed sink", LLAMA, "model.softmax_type=off-by-one"),
     ("sinks or windows in", DEEPSEEK, "model.softmax_type=learnable"),
@@ -243,4 +302,21 @@ fn what_is_not_built_is_refused_by_its_name() {
         of_table.chain(not_built_by_key()).filter(|n| !covered(n)).map(|n| format!("no line asks for {n}")),
     );
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// A refusal gives the reason that holds.
+#[test]
+fn rotary_settings_are_refused_for_what_they_are() {
+    for rest in [
+        "model.position_embedding_type=mrope model.mrope_section=[24,20,20]",
+        "model.mrope_section=[24,20,20]",
+    ] {
+        match outcome(&format!("{LLAMA} {rest}"), &BTreeMap::new()) {
+            Outcome::Error { rule: Some("M32"), message } => {
+                assert!(message.contains("without an image tower"), "{message}")
+            }
+            Outcome::Error { message, .. } => panic!("{rest}: {message}"),
+            Outcome::Ok(r) => panic!("{rest}: {:?}", r.notices),
+        }
+    }
 }

@@ -158,6 +158,7 @@ fn configure(
     rules::judge(&effective)?;
     let (approximations, not_built) = features::sort(&effective);
     graphs::notices(&effective, &mut notices);
+    notices.extend(features::told_of(&effective).map(|(id, text)| Notice::new(id, text)));
     for text in &not_built {
         notices.push(Notice::new("not_built", text.clone()));
     }

@@ -277,7 +277,7 @@ columns! {
     cuda_graph_impl Text r => r.facts.cuda_graph_impl.as_str(), "`none`, `local` or `transformer_engine`; the eager row names the run's too.";
     cuda_graph_scope Text r => r.facts.cuda_graph_scope.join("+"), "Scope names joined with `+`; empty with `transformer_engine`: each whole layer.";
     te_rng_tracker Bool r => r.facts.te_rng_tracker, "Whether the RNG tracker was on.";
-    approximations Text r => r.facts.approximations.join("+"), "Recipe features that ran in simpler form, joined with `+`.";
+    approximations Text r => r.facts.approximations.join("+"), "Recipe features that ran in simpler form, joined with `+`. Another type than the recipe's (--run_dtype) is in recipe_dtype and compute_dtype.";
     steps_steady Int r => arm(r, |a| Some(a.steps_steady)), "Steps behind the figures.";
     step_time_ms_median Float r => arm(r, |a| a.step_time_ms), "Median wall time of a step with one step of run-ahead.";
     step_time_ms_ci95_low Float r => arm(r, |a| a.step_time_ms_ci95.map(|c| c.0)), "Low end of the median's 95 % interval, from block medians (order statistics).";

@@ -117,6 +117,11 @@ impl Effective {
     pub fn gated(&self) -> bool {
         !matches!(self.values.text("model.activation"), Some("squared_relu" | "gelu"))
     }
+    /// Attention whose query heads have keys of their own: `model.num_query_groups` and `model.kv_channels` mean nothing.
+    pub fn own_keys(&self) -> bool {
+        let latent = self.values.on("model.multi_latent_attention") && !self.shared_kv();
+        latent || self.values.is_set("model.diffusion")
+    }
     /// DeepSeek-V4's attention.
     pub fn shared_kv(&self) -> bool {
         self.values.text("model.attention_variant") == Some(crate::recipe::SHARED_KV)

@@ -7,6 +7,7 @@
 mod effective;
 mod graphs;
 mod idle;
+mod model;
 mod overlap;
 mod sizes;
 
@@ -39,7 +40,8 @@ pub struct Violation {
 /// Every rule, in the order of judgement: sizes first, so that later rules may rely on them; what has no
 /// effect last, for what is wrong matters more.
 pub fn rules() -> impl Iterator<Item = &'static Rule> {
-    sizes::NUMBERS.iter().chain(graphs::RULES).chain(overlap::RULES).chain(sizes::LAYOUT).chain(idle::RULES)
+    let of_ranks = overlap::RULES.iter().chain(sizes::LAYOUT);
+    sizes::NUMBERS.iter().chain(model::RULES).chain(graphs::RULES).chain(of_ranks).chain(idle::RULES)
 }
 
 /// The first rule that the configuration breaks.

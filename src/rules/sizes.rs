@@ -324,7 +324,10 @@ pub const LAYOUT: &[Rule] = &[
                     .filter(|v| v % by != 0)
                     .map(|v| format!("{what} {by} does not divide {key} {v}"))
             };
-            let groups = e.values.int("model.num_query_groups").filter(|g| *g % tp != 0 && tp % *g != 0);
+            let groups = e
+                .values
+                .int("model.num_query_groups")
+                .filter(|g| !e.own_keys() && *g % tp != 0 && tp % *g != 0);
             let vocab =
                 if e.values.on("model.should_pad_vocab") { None } else { not("model.vocab_size", tp, "-tp") };
             not("model.num_attention_heads", tp, "-tp")
@@ -345,8 +348,10 @@ pub const LAYOUT: &[Rule] = &[
         remedy: "Choose --hidden_size a multiple of 8 and of the heads; heads a multiple of model.num_query_groups.",
         broken: |e| {
             let (heads, hidden) = (e.size("model.num_attention_heads"), e.size("model.hidden_size"));
-            let groups = e.values.int("model.num_query_groups").unwrap_or(heads);
-            let channels = e.values.int("model.kv_channels");
+            // What attention does not read is not judged.
+            let read = |key: &str| e.values.int(key).filter(|_| !e.own_keys());
+            let groups = read("model.num_query_groups").unwrap_or(heads);
+            let channels = read("model.kv_channels");
             when(heads % groups != 0, || {
                 format!(
                     "model.num_attention_heads {heads} does not divide by model.num_query_groups {groups}"
@@ -406,8 +411,10 @@ pub const LAYOUT: &[Rule] = &[
             let wrong = match (groups, chosen) {
                 (None, None) => return None,
                 (None, Some(c)) => {
-                    return when(e.moe() && explicit("model.moe_router_group_topk"), || {
-                        format!("model.moe_router_group_topk {c} without {key}")
+                    // Of a recipe that has neither groups nor a user's word on them, it is upstream's.
+                    let asked = explicit("model.moe_router_group_topk") || explicit(key);
+                    return when(e.moe() && asked, || {
+                        format!("model.moe_router_group_topk {c} without {key}: it would limit nothing")
                     });
                 }
                 (Some(g), None) => format!("{key} {g} without model.moe_router_group_topk"),

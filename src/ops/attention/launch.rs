@@ -50,7 +50,20 @@ struct Tiles {
 
 /// Blocks that share the columns of a head, each with all of its scores.
 fn wide(s: &AttnShape) -> usize {
-    s.head_dim.max(s.value_dim()).div_ceil(BLOCK_HEAD_DIM)
+    blocks_a_head(s.head_dim, s.value_dim())
+}
+
+fn blocks_a_head(d: usize, dv: usize) -> usize {
+    d.max(dv).div_ceil(BLOCK_HEAD_DIM)
+}
+
+/// There are kernels for heads with keys of width `d` and values of width `dv`.
+pub fn has_kernels(d: usize, dv: usize) -> bool {
+    let blocks = blocks_a_head(d, dv);
+    let whole = |width: usize| width > 0 && width.is_multiple_of(FRAGMENT_ROWS * blocks);
+    // Tiles of keys and values are padded alike.
+    let legal = (whole(d) && whole(dv)) || (blocks == 1 && d == dv && d.is_multiple_of(PIECE));
+    legal && d <= MAX_HEAD_DIM && dv <= d
 }
 
 impl Tiles {
@@ -192,10 +205,7 @@ fn check_cuda(s: &AttnShape, cuda: &CudaPrep) -> Result<(), DeviceError> {
         )));
     }
     let (d, dv) = (s.head_dim, s.value_dim());
-    let whole = |width: usize| width.is_multiple_of(FRAGMENT_ROWS * wide(s));
-    // Tiles of keys and values are padded alike.
-    let legal = (whole(d) && whole(dv)) || (wide(s) == 1 && d == dv && d.is_multiple_of(PIECE));
-    if !legal || d > MAX_HEAD_DIM || dv > d {
+    if !has_kernels(d, dv) {
         return Err(DeviceError::Invalid(format!(
             "attention has kernels for head widths that are multiples of {FRAGMENT_ROWS} up to {MAX_HEAD_DIM} (of {} above \
              {BLOCK_HEAD_DIM}, of {PIECE} where keys are as wide as values), values no wider than keys; this model has {} and \

@@ -19,6 +19,8 @@ mod reference;
 mod tests;
 mod window;
 
+pub use launch::has_kernels;
+
 use crate::cpu_reference;
 use crate::device::DeviceError;
 use crate::device::cuda::prep::{CudaPrep, DevPtr, Issue};

@@ -54,6 +54,18 @@ const THREADS: u32 = 256;
 /// Widest rotated part: its eighths lie in one warp.
 const MAX_ROTARY: usize = 256;
 
+/// Elements of one load: unrotated parts and values are moved in such pieces.
+const PIECE: usize = 8;
+
+/// There are kernels for heads with so many unrotated, rotated and value elements.
+pub fn has_kernels(nope: usize, rotary: usize, value: usize) -> bool {
+    nope.is_multiple_of(PIECE) && value.is_multiple_of(PIECE) && can_turn(rotary)
+}
+
+fn can_turn(rotary: usize) -> bool {
+    rotary.is_power_of_two() && (PIECE..=MAX_ROTARY).contains(&rotary)
+}
+
 impl MlaShape {
     fn tokens(&self) -> usize {
         self.positions.rows()
@@ -90,9 +102,9 @@ impl MlaShape {
         if self.tokens() == 0 {
             return Ok(Issue::Nothing);
         }
-        check_multiple(entry, "the unrotated part of a head", self.nope, 8)?;
-        check_multiple(entry, "a value head", self.value, 8)?;
-        if !self.rotary.is_power_of_two() || !(8..=MAX_ROTARY).contains(&self.rotary) {
+        check_multiple(entry, "the unrotated part of a head", self.nope, PIECE)?;
+        check_multiple(entry, "a value head", self.value, PIECE)?;
+        if !can_turn(self.rotary) {
             return Err(DeviceError::Invalid(format!(
                 "{entry}: {} elements of a head are rotated, the kernel takes a power of two from 8 to \
                  {MAX_ROTARY}; use --device cpu",

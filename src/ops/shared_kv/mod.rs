@@ -61,6 +61,14 @@ const THREADS: u32 = 256;
 /// Widest head: a lane keeps two vectors of eight.
 const MAX_HEAD_DIM: usize = 512;
 const MAX_ROTARY: usize = 256;
+/// Elements of one load.
+const PIECE: usize = 8;
+
+/// There are kernels for heads of this width with so many rotated elements.
+pub fn has_kernels(head: usize, rotary: usize) -> bool {
+    let turned = rotary.is_power_of_two() && (PIECE..=MAX_ROTARY).contains(&rotary);
+    head.is_multiple_of(PIECE) && turned && rotary <= head && head <= MAX_HEAD_DIM
+}
 
 impl SharedKvShape {
     fn tokens(&self) -> usize {
@@ -100,10 +108,9 @@ impl SharedKvShape {
         if self.tokens() == 0 {
             return Ok(Issue::Nothing);
         }
-        check_multiple(entry, "a head", self.head_dim, 8)?;
+        check_multiple(entry, "a head", self.head_dim, PIECE)?;
         let rotary = self.rotary;
-        let legal = rotary.is_power_of_two() && (8..=MAX_ROTARY).contains(&rotary);
-        if !legal || rotary > self.head_dim || self.head_dim > MAX_HEAD_DIM {
+        if !has_kernels(self.head_dim, rotary) {
             return Err(DeviceError::Invalid(format!(
                 "{entry}: {rotary} of a head's {} elements are rotated; the kernel takes a power of two from 8 to \
                  {MAX_ROTARY} of at most {MAX_HEAD_DIM}; use --device cpu",
