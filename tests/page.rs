@@ -418,7 +418,7 @@ fn a_sweeps_recommendation_stands_on_the_page_in_the_sweeps_words() {
     for (results, wanted) in [
         (
             swept(),
-            "Recommended: attn, the narrowest scope that no wider one beats by more than 1 %; it takes 120 MiB more than eager",
+            "Recommended: attn, the narrowest scope that helps and that no wider one is known to beat by more than 1 %; it takes 120 MiB more than eager",
         ),
         (modelled(swept()), "With the modelled host time: attn,mlp, the narrowest scope"),
         (failed, "Recommended: attn, "),
