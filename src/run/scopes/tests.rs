@@ -395,6 +395,8 @@ fn a_sweep_that_was_cut_short_says_so() {
     assert_eq!((code, tried.len()), (130, 1));
     assert!(said.contains("Recommended: mlp, "), "{said}");
     assert!(said.ends_with("2 of the 3 scopes left no row: --resume runs what is lacking\n"), "{said}");
+    // An end in the middle has the book alone to say it from.
+    assert_eq!(so_far(&book.lock().unwrap()), tried);
 }
 
 /// A run that was found made counts with its row; it is on no sheet of the workbook.
@@ -417,5 +419,6 @@ fn a_run_that_was_found_made_counts_with_its_row() {
     });
     let said = told(&tried, 2, DEFAULT_MARGIN);
     assert!(said.contains("Recommended: mlp, ") && !said.contains("left no row"), "{said}");
+    assert_eq!(so_far(&book.lock().unwrap()), tried);
     assert_eq!(book.lock().unwrap().rows.len(), 2);
 }
