@@ -158,9 +158,6 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     one_order(args)?;
     HostModel::load(&args.mbperf.host_model)?;
     let target = target(resolved, args);
-    if args.general.dryrun && args.mbperf.xlsx.is_some() {
-        return Err(usage("--dryrun runs nothing that --xlsx could hold: leave one of the two out"));
-    }
     if target.file().is_none() && args.mbperf.format == Format::Json && !args.general.dryrun {
         return Err(usage(
             "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
@@ -171,6 +168,10 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     }
     files::paths(args, &target).check().map_err(|e| usage(&e))?;
     Writer::judge(&target, args.mbperf.csv_dialect, args.mbperf.profile)?;
+    // After what the run refuses too: it says the same.
+    if args.general.dryrun && args.mbperf.xlsx.is_some() {
+        return Err(usage("--dryrun runs nothing that --xlsx could hold: leave one of the two out"));
+    }
     let Some(dir) = &args.mbperf.dump else { return Ok(()) };
     file::check_folder(dir).map_err(|e| {
         usage(&format!("--dump: cannot write to {}: {e}; choose another folder for --dump", dir.display()))
