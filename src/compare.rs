@@ -128,7 +128,7 @@ fn check_outputs(args: &CompareArgs) -> anyhow::Result<()> {
 fn sources(paths: &[PathBuf]) -> Vec<Source> {
     let source = |path: &PathBuf| Source {
         name: path.display().to_string(),
-        bytes: file::read(path).map_err(|e| e.to_string()),
+        bytes: file::read_results(path).map_err(|e| e.to_string()),
     };
     paths.iter().map(source).collect()
 }

@@ -15,12 +15,13 @@ use crate::profile::Profile;
 use crate::program::Program;
 use crate::ranks::launch::Start;
 use crate::recipe::Catalogue;
+use crate::report::xlsx::Book;
 use crate::report::{Row, RunFacts, Writer, file, summary};
 use crate::workloads::{self, share::RankShare, shrink};
 use crate::{dump, report_files, sweep};
 use serde_json::{Value, json};
 use std::io::Write;
-use std::path::Path;
+use std::sync::{Arc, Mutex};
 
 mod alone;
 mod asked;
@@ -29,6 +30,7 @@ mod facts;
 pub(crate) mod files;
 mod in_turn;
 mod interrupt;
+mod last;
 mod one;
 mod open;
 mod profile;
@@ -77,6 +79,7 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
     if args.mbperf.sweep {
         let book = report_files::book(args)?;
         let code = scopes::run(args, &catalogue, &interrupt, book.as_ref())?;
+        last::clear();
         return report_files::save(args, book.as_deref(), code);
     }
     let mut resolved = overrides::resolve(args, &catalogue, &|name| std::env::var(name).ok())?;
@@ -93,16 +96,26 @@ pub fn run(args: &Args) -> anyhow::Result<u8> {
         };
     }
     resolved.require_built()?;
-    if args.mbperf.output.as_deref() == Some(Path::new("-")) && args.mbperf.format == Format::Json {
-        return Err(usage(
-            "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
-        ));
-    }
     let book = report_files::book(args)?;
+    if let Some(book) = book.clone() {
+        let args = args.clone();
+        last::words(move |code| save_last(&args, &book, code));
+    }
     let _alone = alone(args, &target(&resolved, args))?;
     let start = start.as_ref();
     let code = sweep::each([resolved], |resolved| one(resolved, args, &interrupt, book.as_ref(), start));
+    last::clear();
     report_files::save(args, book.as_deref(), code)
+}
+
+/// Saves the workbook of a run that ends in the middle.
+fn save_last(args: &Args, book: &Arc<Mutex<Book>>, code: u8) {
+    // What hangs does not hold it: else there is none.
+    if last::book(book).is_some()
+        && let Err(e) = report_files::save(args, Some(book), code)
+    {
+        commands::fail(&e);
+    }
 }
 
 /// [`run`] on a rank that is not 0.
@@ -145,11 +158,20 @@ fn check(resolved: &Resolved, args: &Args) -> anyhow::Result<()> {
     one_order(args)?;
     HostModel::load(&args.mbperf.host_model)?;
     let target = target(resolved, args);
+    if target.file().is_none() && args.mbperf.format == Format::Json && !args.general.dryrun {
+        return Err(usage(
+            "-o - puts CSV on standard output, where --format json goes too: leave one of them out",
+        ));
+    }
     if args.mbperf.resume && target.file().is_none() {
         return Err(usage("--resume needs a file to resume: give -o FILE instead of -o -"));
     }
     files::paths(args, &target).check().map_err(|e| usage(&e))?;
     Writer::judge(&target, args.mbperf.csv_dialect, args.mbperf.profile)?;
+    // After what the run refuses too: it says the same.
+    if args.general.dryrun && args.mbperf.xlsx.is_some() {
+        return Err(usage("--dryrun runs nothing that --xlsx could hold: leave one of the two out"));
+    }
     let Some(dir) = &args.mbperf.dump else { return Ok(()) };
     file::check_folder(dir).map_err(|e| {
         usage(&format!("--dump: cannot write to {}: {e}; choose another folder for --dump", dir.display()))
@@ -266,7 +288,7 @@ fn conclude(
     let mut disturbances = outcome.disturbances();
     if rows.iter().any(|r| r.facts.device == "cpu") {
         // A CPU's rows have no verdict, however long it runs.
-        disturbances.retain(|d| d != measure::outcome::UNDECIDED);
+        disturbances.retain(|d| !d.starts_with(measure::outcome::UNDECIDED));
         if args.mbperf.device == DeviceChoice::Auto {
             disturbances
                 .insert(0, "no GPU was found and the CPU ran in its place (--device cpu if so meant)".into());

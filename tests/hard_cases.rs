@@ -187,6 +187,7 @@ fn a_dry_run_refuses_what_the_run_does() {
         assert_eq!(dry, wet);
         assert_eq!(contents(dir.path()), before, "{more}");
     }
+    assert!(fails(dir.path(), &short("--dryrun --xlsx new.xlsx"), 2).contains("--xlsx"));
     // A run would make these folders; a dry run does not.
     for more in ["--profile", "-o - --dump a/b"] {
         assert_eq!(run(dir.path(), &short(&format!("{more} --dryrun"))).status.code(), Some(0), "{more}");

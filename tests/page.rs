@@ -418,7 +418,7 @@ fn a_sweeps_recommendation_stands_on_the_page_in_the_sweeps_words() {
     for (results, wanted) in [
         (
             swept(),
-            "Recommended: attn, the narrowest scope that no wider one beats by more than 1 %; it takes 120 MiB more than eager",
+            "Recommended: attn, the narrowest scope that helps and that no wider one is known to beat by more than 1 %; it takes 120 MiB more than eager",
         ),
         (modelled(swept()), "With the modelled host time: attn,mlp, the narrowest scope"),
         (failed, "Recommended: attn, "),
@@ -457,6 +457,74 @@ fn a_sweeps_recommendation_stands_on_the_page_in_the_sweeps_words() {
     // One scope is no sweep.
     Results::one().save(dir.path(), "one.csv");
     assert!(!page(dir.path(), "one.csv").html.contains("Recommended"));
+}
+
+/// As spreadsheets and packers leave files, and files that do not belong together.
+#[test]
+fn forms_of_one_table_are_read_and_what_does_not_belong_is_said() {
+    let dir = tempdir().unwrap();
+    let rows =
+        Results::default().run("base-1", 5.0, 1.0, 0.002).with("aa", "a").with("verdict", "equivalent");
+    let more = (2..8).fold(rows, |r, n| {
+        r.and(
+            Results::default()
+                .run(&format!("base-{n}"), 5.0, 1.0, 0.002)
+                .with("aa", "a")
+                .with("verdict", "equivalent"),
+        )
+    });
+    let path = more.with("steps_steady", "7").save(dir.path(), "x.csv");
+    fs::write(dir.path().join("x.steps.csv"), steps_file("base-1", 60)).unwrap();
+    fs::create_dir(dir.path().join("copy")).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    let blank =
+        format!("sep=,\r\n{text}{}\r\n", ",".repeat(text.lines().next().unwrap().matches(',').count()));
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    std::io::Write::write_all(&mut packed, blank.as_bytes()).unwrap();
+    fs::write(dir.path().join("copy/x.csv.gz"), packed.finish().unwrap()).unwrap();
+    let mut command = crate::common::binary::command(dir.path(), "report x.csv copy/x.csv.gz - -o -");
+    let output = command.stdin(fs::File::open(dir.path().join("x.csv")).unwrap()).output().unwrap();
+    let said = crate::common::binary::text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert_eq!(said.matches("14 of its 14 rows are in x.csv too: they count once").count(), 2, "{said}");
+    assert!(said.contains("of run base-1 and its row counts 7: steps of this run are left out"), "{said}");
+    let page = crate::common::binary::text(&output.stdout);
+    assert!(page.contains("? 7 runs of 1 job") && !page.contains("Every step: "), "{said}");
+    // Many of an arm against itself: a line, and no gain in the heading.
+    assert!(page.contains("7 of 7 runs of an arm against itself: ratios 1 to 1"));
+    assert!(page.contains("An arm against itself, every run") && !page.contains("Gain of every run"));
+}
+
+/// An interval over one end of the margin leaves one thing open, and what would tell is what ended timing.
+#[test]
+fn what_is_open_is_named_and_one_graphs_launch_is_no_cost_of_issuing() {
+    let dir = tempdir().unwrap();
+    let of = |id: &str, (low, high): (&str, &str), by: &str| {
+        let rows =
+            Results::default().run(id, 100.0, 1.0, 0.002).with("verdict", "undecided").with("margin", "0.01");
+        let rows = rows.with("speedup_ci95_low", low).with("speedup_ci95_high", high).with("stopped_by", by);
+        rows.with("cuda_graph_impl", "local").with("cuda_graph_scope", "full_iteration")
+    };
+    let rows = of("r1", ("1.0015", "1.0249"), "max_steps")
+        .and(of("r2", ("0.97", "1.0006"), "max_time"))
+        .and(of("r3", ("0.97", "1.0249"), "precision"));
+    // Eager and graph of each: the second one's single graph waits for room in the queue.
+    let issue = ["10", "1.5", "10", "216.7", "10", "1.5"];
+    let rows = issue.iter().enumerate().fold(rows, |r, (at, ms)| r.with_row(at, "host_issue_ms_median", ms));
+    rows.save(dir.path(), "x.csv");
+    let page = page(dir.path(), "x.csv");
+    for said in [
+        "it may be a gain or none that matters, and no loss. More steps (<code>-ms</code>) would tell",
+        "it may be a loss or none that matters, and no gain. More time (<code>--max_time</code>) would tell",
+        "it may be a gain, a loss or neither. Timing ended at its precision",
+        "Whether the graph is faster by more than the margin: the steps given did not decide it",
+        "Whether the graph is slower by more than the margin: the time given did not decide it",
+    ] {
+        assert!(page.html.contains(said), "{said}");
+    }
+    // In both sizes of the picture, and whole in the table.
+    assert_eq!(page.html.matches("one graph, not drawn").count(), 2);
+    assert!(page.table("host_device").iter().any(|row| row.contains(&"216.7".to_owned())));
 }
 
 #[test]

@@ -38,6 +38,13 @@ fn every_legal_scope_is_tried_once() {
         ["moe", "attn,moe", "full_iteration"].iter().all(|s| padded.contains(&(*s).to_owned())),
         "{padded:?}"
     );
+    let of = |line: &str, scopes: &[&str]| {
+        let found = planned(line);
+        assert!(scopes.iter().all(|s| found.contains(&(*s).to_owned())), "{line}: {found:?}");
+    };
+    let mixed = ["mlp,moe_router", "attn,mlp,moe_router", "attn,mlp,moe_router,moe_preprocess"];
+    of("-m deepseek -mr deepseek_v3 -g h100", &mixed);
+    of(&format!("{NANO} --recompute_modules core_attn"), &["moe_router,moe_preprocess,mamba"]);
     let hybrid = planned(NANO);
     assert!(hybrid.contains(&"mamba".to_owned()) && hybrid.contains(&"attn,mamba".to_owned()), "{hybrid:?}");
 }
@@ -55,11 +62,19 @@ fn a_plan_says_what_is_left_out_and_why() {
     assert_eq!(described["scopes"][0]["scope"], "attn");
     let refused = described["refused"].as_array().unwrap();
     assert!(refused.iter().any(|r| r["scope"] == "moe_router" && r["rule"] == "R34"), "{described}");
-    // Where nothing is legal: what most scopes have in common, not what is wrong with the first.
-    let output = of(&format!("{QWEN} --use_tokendrop true"));
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains(" for this reason: R19: "), "{said}");
+    // One rule, two reasons.
+    let list = text(&of(QWEN).stdout);
+    let full = list.lines().find(|l| l.starts_with("not full_iteration: R63: ")).unwrap();
+    assert!(full.contains("--cuda_graph_scope full_iteration: "), "{list}");
+    // What is wrong without graphs too is said as without --sweep, and what is wrong with graphs of any kind.
+    for line in
+        [&format!("{QWEN} --use_tokendrop true"), "-m qwen -mr nope -g h100", &format!("{LLAMA} -ms 1")]
+    {
+        let (output, alone) =
+            (of(line), run(dir.path(), &format!("{line} --dryrun --cuda_graph_scope attn")));
+        assert_eq!((output.status.code(), alone.status.code()), (Some(2), Some(2)), "{line}");
+        assert_eq!(text(&output.stderr), text(&alone.stderr), "{line}");
+    }
 }
 
 #[test]
@@ -131,12 +146,12 @@ fn conclusion(said: &str) -> &str {
 fn a_failing_scope_does_not_stop_the_others() {
     let dir = tempdir().unwrap();
     let line = format!(
-        "{LLAMA} --device cpu -ms 6 --num_layers 2 -sl 32 --sweep -o x.csv --inject capture:out_of_memory"
+        "{LLAMA} --device cpu -ms 6 --num_layers 2 -sl 32 --sweep -o - --inject capture:out_of_memory"
     );
     let output = run(dir.path(), &line);
     assert_eq!(output.status.code(), Some(5), "{}", text(&output.stderr));
-    let rows = records(&std::fs::read(dir.path().join("x.csv")).unwrap());
-    assert_eq!(rows.len(), 1 + 8, "every scope leaves its rows");
+    let rows = records(&output.stdout);
+    assert_eq!(rows.len(), 1 + 8, "one header, and every scope leaves its rows");
     for row in 0..8 {
         assert_eq!(cell(&rows, row, "status"), "failed");
         assert!(cell(&rows, row, "status_reason").contains("out of memory"));
@@ -162,7 +177,14 @@ fn a_device_that_is_not_there_is_told_once() {
 #[test]
 fn options_that_choose_a_scope_are_refused() {
     let dir = tempdir().unwrap();
-    for option in ["--cuda_graph_scope attn", "--cuda_graph_impl local", "--repeat 2"] {
+    for option in [
+        "--cuda_graph_scope attn",
+        "--cuda_graph_impl local",
+        "--repeat 2",
+        "model.cuda_graph_scope=[attn]",
+        "model.cuda_graph_impl=local",
+        "--dryrun --save_config_filepath c.json",
+    ] {
         let output = run(dir.path(), &format!("{LLAMA} --device cpu --sweep {option} -o x.csv"));
         assert_eq!(output.status.code(), Some(2), "{option}");
         assert!(text(&output.stderr).contains("--sweep"), "{option}");

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 #[command(rename_all = "snake_case")]
 #[command(group = clap::ArgGroup::new("outputs").args(["output", "xlsx"]).required(true).multiple(true))]
 pub struct ReportArgs {
-    /// Result files (CSV, either dialect); steps, blocks and profile are found beside each
+    /// Result files (CSV, either dialect, also packed by gzip), `-` for standard input; steps, blocks and profile are found
+    /// beside each
     #[arg(value_name = "FILE", required = true, num_args = 1..)]
     pub files: Vec<PathBuf>,
     /// Page to write (HTML, one file that needs nothing else), `-` for standard output

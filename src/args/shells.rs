@@ -321,7 +321,12 @@ mod tests {
             let words = release.split_once(start).unwrap().1.split_once(';').unwrap().0;
             words.split_whitespace().map(String::from).collect()
         };
-        let commands: Vec<String> = tree().get_subcommands().map(|c| c.get_name().to_owned()).collect();
+        let mut commands: Vec<String> = Vec::new();
+        for command in tree().get_subcommands() {
+            commands.push(command.get_name().to_owned());
+            let own = command.get_subcommands().map(|c| format!("{}-{}", command.get_name(), c.get_name()));
+            commands.extend(own);
+        }
         assert_eq!(list("for command in "), commands);
         let mut shells: Vec<String> = Shell::value_variants().iter().map(ToString::to_string).collect();
         let mut packed = list("for shell in ");

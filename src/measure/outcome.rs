@@ -298,7 +298,10 @@ impl Outcome {
             }
         }
         if self.verdict == Some(Verdict::Undecided) {
-            found.push(UNDECIDED.into());
+            found.push(match self.stopped {
+                Some(Stopped::MaxSteps) => format!("{UNDECIDED}: raise -ms, or leave it out"),
+                _ => format!("{UNDECIDED}: raise --max_time"),
+            });
         }
         if self.unequal.is_some() {
             found.push("equal work is not shown: leave out --attention_deterministic false".into());
@@ -309,7 +312,7 @@ impl Outcome {
 }
 
 /// No verdict where one was to be had.
-pub const UNDECIDED: &str = "undecided: raise --max_time, or leave out -ms";
+pub const UNDECIDED: &str = "undecided";
 
 /// A loaded card's ordinary state, which both arms meet; told, but no disturbance.
 pub const POWER_CAP: &str = "sw_power_cap";

@@ -94,6 +94,13 @@ impl Dialect {
     }
 }
 
+/// A file without the line `sep=;` that tells a spreadsheet its separator: the header follows.
+pub fn without_sep(bytes: &[u8]) -> &[u8] {
+    let text = bytes.strip_prefix(BYTE_ORDER_MARK.as_bytes()).unwrap_or(bytes);
+    let end = text.iter().position(|b| *b == b'\n').filter(|_| text.starts_with(b"sep="));
+    end.map_or(bytes, |end| &text[end + 1..])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,6 +114,17 @@ mod tests {
         // Saved again without the mark.
         assert_eq!(Dialect::of(b"schema_version;run_id\r\n1;a,b\r\n"), Dialect::ExcelEu);
         assert_eq!(Dialect::of(b""), Dialect::Rfc4180);
+    }
+
+    #[test]
+    fn the_line_that_names_the_separator_is_none_of_the_table() {
+        for (file, rest) in [
+            ("sep=;\r\na;b\r\n", "a;b\r\n"),
+            ("\u{feff}sep=,\na,b\n", "a,b\n"),
+            ("\u{feff}a;b\n", "\u{feff}a;b\n"),
+        ] {
+            assert_eq!(without_sep(file.as_bytes()), rest.as_bytes());
+        }
     }
 
     #[test]

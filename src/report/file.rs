@@ -53,6 +53,38 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     fs::read(path)
 }
 
+/// The bytes of a result file: [`STDOUT`]'s name is standard input here, and what is packed (gzip) is unpacked.
+///
+/// # Errors
+/// As [`read`], and what does not unpack.
+pub fn read_results(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    if path == Path::new(STDOUT) {
+        io::stdin().lock().read_to_end(&mut bytes)?;
+    } else {
+        bytes = read(path)?;
+    }
+    if bytes.starts_with(GZIP) { unpacked(&bytes[..]) } else { Ok(bytes) }
+}
+
+/// What a packed file begins with.
+const GZIP: &[u8] = b"\x1f\x8b";
+/// Most bytes that a packed file may unfold to: a thousand hours of steps.
+const MOST_BYTES: u64 = 4 << 30;
+
+/// Unpacks gzip.
+///
+/// # Errors
+/// What is cut off or none, and what unfolds to gigabytes.
+pub fn unpacked(packed: impl Read) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    flate2::read::MultiGzDecoder::new(packed).take(MOST_BYTES).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 == MOST_BYTES {
+        return Err(io::Error::other(format!("it unfolds to more than {MOST_BYTES} bytes")));
+    }
+    Ok(bytes)
+}
+
 /// What stands at a place.
 enum Kind {
     Plain,

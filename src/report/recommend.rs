@@ -23,6 +23,8 @@ pub struct Tried {
     pub status: String,
     pub reason: String,
     pub verdict: String,
+    /// What ended timing, in the column's words: says what could be raised.
+    pub stopped_by: String,
     /// The arms did not fit in memory together.
     pub in_turn: bool,
     /// The arms left different bits, where the order of attention was left open: their times are not of equal work.
@@ -74,12 +76,32 @@ fn gains_more(wider: &Gain, own: &Gain, margin: f64) -> bool {
     wider.speedup > own.speedup * (1.0 + margin)
 }
 
-/// Scopes wider than the one that [`recommend`] chose that may gain more by more than the margin, as far as their intervals tell: had it
-/// been known, they would have beaten it.
+/// Scopes wider than the one that [`recommend`] chose that may gain more by more than the margin: the ratio of both gains has an
+/// interval of its own, and that reaches over it. Runs are independent: half-widths add by their squares.
 fn may_gain_more(gains: &[Option<Gain>], chosen: usize, margin: f64) -> Vec<usize> {
     let Some(own) = gains.get(chosen).copied().flatten() else { return Vec::new() };
-    let more = |at: &usize| gains[*at].is_some_and(|wider| wider.high > own.high * (1.0 + margin));
+    let more = |at: &usize| {
+        gains[*at].is_some_and(|wider| {
+            let apart = (wider.high / wider.speedup).ln().hypot((own.speedup / own.low).ln());
+            (wider.speedup / own.speedup).ln() + apart > (1.0 + margin).ln()
+        })
+    };
     (chosen + 1..gains.len()).filter(more).collect()
+}
+
+/// What would tell more of these scopes, by what ended their timing.
+fn more_of(tried: &[Tried], scopes: impl IntoIterator<Item = usize>) -> &'static str {
+    let ended: Vec<&str> =
+        scopes.into_iter().filter_map(|at| Some(tried.get(at)?.stopped_by.as_str())).collect();
+    let all = |word: &str| !ended.is_empty() && ended.iter().all(|by| *by == word);
+    if all("max_steps") {
+        "raise -ms"
+    } else if all("precision") {
+        // More time changes nothing: it was not used up.
+        "timing ended at its precision: run them once more"
+    } else {
+        "raise --max_time"
+    }
 }
 
 /// Scopes narrower than the chosen one that may help, and are undecided.
@@ -115,6 +137,7 @@ impl Tried {
             status: cell("status"),
             reason: cell("status_reason"),
             verdict: cell("verdict"),
+            stopped_by: cell("stopped_by"),
             in_turn,
             unequal,
             gain: gain("speedup").filter(|_| counts),
@@ -171,29 +194,59 @@ pub fn table(tried: &[Tried]) -> Vec<Vec<String>> {
     lines
 }
 
+/// Which of both ratios.
+type Ratio = fn(&Tried) -> Option<Gain>;
+const BARE: Ratio = |t| t.gain;
+const MODELLED: Ratio = |t| t.modelled;
+
 /// What is recommended, on the bare ratio and on the modelled one where there is one.
 pub fn sentences(tried: &[Tried], margin: f64) -> Vec<String> {
-    let of = |gain: fn(&Tried) -> Option<Gain>| {
-        let gains: Vec<Option<Gain>> = tried.iter().map(gain).collect();
+    let of = |ratio: Ratio| {
+        let gains: Vec<Option<Gain>> = tried.iter().map(ratio).collect();
         let found = recommend(&gains, margin);
-        let mut said = advice(&found, tried, margin);
-        let Advice::Scope(at) = found else { return said };
-        for (what, open) in [
-            ("narrower and not known to help, though they may", may_help(&gains, at, margin)),
-            ("not known to gain more, though they may", may_gain_more(&gains, at, margin)),
-        ] {
-            if !open.is_empty() {
-                let names: Vec<&str> = open.iter().map(|at| tried[*at].scope.as_str()).collect();
-                said += &format!("; {what}: {} (raise --max_time)", names.join("; "));
+        let missing = unmeasured(tried, ratio);
+        let mut said = advice(&found, tried, (&gains, margin), missing.is_empty());
+        if let Advice::Scope(at) = found {
+            let (narrower, wider) = (may_help(&gains, at, margin), may_gain_more(&gains, at, margin));
+            // A gain over the chosen one hangs on its interval too.
+            let of_wider = more_of(tried, wider.iter().copied().chain([at]));
+            let percent = margin * 100.0;
+            for (what, open, more) in [
+                ("narrower ones that may help".into(), &narrower, more_of(tried, narrower.iter().copied())),
+                (format!("wider ones that may gain over {percent} % more"), &wider, of_wider),
+            ] {
+                if !open.is_empty() {
+                    let names: Vec<&str> = open.iter().map(|at| tried[*at].scope.as_str()).collect();
+                    said += &format!("; {what}: {} ({more})", names.join("; "));
+                }
             }
+        }
+        // Where nothing was, its own sentence says why.
+        if !missing.is_empty() && missing.len() < tried.len() {
+            let names: Vec<String> = missing.iter().map(|(scope, why)| format!("{scope} ({why})")).collect();
+            said += &format!("; not measured: {}", names.join("; "));
         }
         said
     };
-    let mut said = vec![format!("Recommended: {}", of(|t| t.gain))];
+    let mut said = vec![format!("Recommended: {}", of(BARE))];
     if tried.iter().any(|t| t.modelled.is_some()) {
-        said.push(format!("With the modelled host time: {}", of(|t| t.modelled)));
+        said.push(format!("With the modelled host time: {}", of(MODELLED)));
     }
     said
+}
+
+/// Scopes that no recommendation can rest on, and why in a few words.
+fn unmeasured(tried: &[Tried], ratio: Ratio) -> Vec<(&str, &'static str)> {
+    let why = |t: &Tried| match t.status.as_str() {
+        "skipped" => "skipped",
+        "ok" if t.unequal => "bits differ",
+        "ok" if t.in_turn => "arms in turn",
+        "ok" if t.device == "cpu" => "on a CPU",
+        "ok" => "no ratio",
+        _ if t.reason.contains("out of memory") => "out of memory",
+        _ => "failed",
+    };
+    tried.iter().filter(|t| ratio(t).is_none()).map(|t| (t.scope.as_str(), why(t))).collect()
 }
 
 /// Why scopes have no figures, a sentence each.
@@ -227,27 +280,32 @@ pub fn described(tried: &[Tried], scopes: usize, margin: f64) -> serde_json::Val
     // An interval's end that is not known is null: JSON has no infinity.
     let gain =
         |g: &Option<Gain>| g.as_ref().map(|g| json!({ "speedup": g.speedup, "low": g.low, "high": g.high }));
-    let chosen = |gain: fn(&Tried) -> Option<Gain>| {
-        let gains: Vec<Option<Gain>> = tried.iter().map(gain).collect();
+    let chosen = |ratio: Ratio| {
+        let gains: Vec<Option<Gain>> = tried.iter().map(ratio).collect();
         match recommend(&gains, margin) {
             Advice::Scope(at) => json!(tried[at].scope),
             Advice::Eager => json!("none"),
             Advice::Unknown(_) => serde_json::Value::Null,
         }
     };
+    // Beside a recommendation, what it does not rest on: `none` is of the others alone.
+    let missing = |ratio: Ratio| -> Vec<_> {
+        unmeasured(tried, ratio).iter().map(|(scope, why)| json!({ "scope": scope, "why": why })).collect()
+    };
     let lines: Vec<_> = tried
         .iter()
         .map(|t| {
             json!({
                 "scope": t.scope, "captured_fraction": t.captured, "status": t.status, "status_reason": t.reason,
-                "verdict": t.verdict, "arms_in_turn": t.in_turn, "bare": gain(&t.gain), "modelled": gain(&t.modelled),
+                "verdict": t.verdict, "stopped_by": t.stopped_by, "arms_in_turn": t.in_turn, "bare": gain(&t.gain), "modelled": gain(&t.modelled),
                 "mib_over_eager": t.more_memory_mib,
             })
         })
         .collect();
     json!({
         "scopes": lines, "without_row": scopes - tried.len().min(scopes), "margin": margin,
-        "recommended": chosen(|t| t.gain), "recommended_modelled": chosen(|t| t.modelled), "said": sentences(tried, margin),
+        "recommended": chosen(BARE), "recommended_modelled": chosen(MODELLED), "not_measured": missing(BARE),
+        "not_measured_modelled": missing(MODELLED), "said": sentences(tried, margin),
     })
 }
 
@@ -267,23 +325,30 @@ fn without_figures(tried: &[Tried]) -> &'static str {
     }
 }
 
-fn advice(advice: &Advice, tried: &[Tried], margin: f64) -> String {
+/// `all`: every scope was measured.
+fn advice(advice: &Advice, tried: &[Tried], (gains, margin): (&[Option<Gain>], f64), all: bool) -> String {
     let percent = margin * 100.0;
     match advice {
         Advice::Scope(at) => {
             let chosen = tried.get(*at);
             let memory = chosen.and_then(|t| t.more_memory_mib);
             format!(
-                "{}, the narrowest scope that no wider one beats by more than {percent} %{}",
+                "{}, the narrowest scope that helps and that no wider one is known to beat by more than {percent} %{}",
                 chosen.map_or("?", |t| &t.scope),
                 memory.map_or(String::new(), |m| format!("; it takes {m:.0} MiB more than eager"))
             )
         }
-        Advice::Eager => format!("none: no scope is faster than eager by more than {percent} %"),
+        Advice::Eager => {
+            let which = if all { "no scope" } else { "of the scopes measured none" };
+            format!("none: {which} is faster than eager by more than {percent} %")
+        }
         Advice::Unknown(_) if tried.iter().all(|t| t.gain.is_none() && t.modelled.is_none()) => {
             format!("nothing: {}", without_figures(tried))
         }
-        Advice::Unknown(why) => format!("nothing: {why}"),
+        Advice::Unknown(why) => {
+            let open = may_help(gains, gains.len(), margin);
+            format!("nothing: {why} ({})", more_of(tried, open))
+        }
     }
 }
 
@@ -339,7 +404,12 @@ mod tests {
         // A third that is surely better than the first beats it, and the second does not.
         assert_eq!(recommend(&[narrow, gain(1.08, 0.025), gain(1.09, 0.002)], MARGIN), Advice::Scope(1));
         assert_eq!(may_gain_more(&[narrow, gain(1.08, 0.025), gain(1.04, 0.2)], 0, MARGIN), [1, 2]);
-        assert_eq!(may_gain_more(&[narrow, None, gain(1.055, 0.01)], 0, MARGIN), Vec::<usize>::new());
+        assert_eq!(may_gain_more(&[narrow, None, gain(1.045, 0.01)], 0, MARGIN), Vec::<usize>::new());
+        // The chosen one's own interval is the wide one.
+        let wide = Some(Gain { speedup: 1.10, low: 1.08, high: 1.12 });
+        let gains = [wide, Some(Gain { speedup: 1.121, low: 1.119, high: 1.123 })];
+        assert_eq!(recommend(&gains, MARGIN), Advice::Scope(0));
+        assert_eq!(may_gain_more(&gains, 0, MARGIN), [1]);
         assert_eq!(may_help(&[gain(1.0, 0.2), gain(1.0, 0.001), None, narrow], 3, MARGIN), [0]);
     }
 
@@ -394,6 +464,7 @@ mod tests {
             status: status.into(),
             reason: if status == "ok" { String::new() } else { "out of memory: 3 MiB".into() },
             verdict: "equivalent".into(),
+            stopped_by: "max_time".into(),
             in_turn: false,
             unequal: false,
             gain,
@@ -407,9 +478,31 @@ mod tests {
         ];
         let text = render(&rows, MARGIN);
         assert!(text.contains("attn,mlp: out of memory: 3 MiB"), "{text}");
-        assert!(text.contains("Recommended: none: no scope is faster than eager by more than 1 %"), "{text}");
+        let none = "none: of the scopes measured none is faster than eager by more than 1 %; not measured: attn,mlp (out of memory)\n";
+        assert!(text.contains(&format!("Recommended: {none}")), "{text}");
         assert!(text.contains("With the modelled host time: full_iteration, the narrowest"), "{text}");
-        assert!(text.contains("more than 1 %; it takes 12 MiB more than eager\n"), "{text}");
+        assert!(
+            text.contains("more than 1 %; it takes 12 MiB more than eager; not measured: attn,mlp"),
+            "{text}"
+        );
+        let said = described(&rows, 3, MARGIN);
+        assert_eq!(said["recommended"], "none");
+        assert_eq!(said["not_measured"], json!([{ "scope": "attn,mlp", "why": "out of memory" }]));
+        // What ended timing says what could be raised.
+        for (by, more) in
+            [("max_steps", "raise -ms"), ("max_time", "raise --max_time"), ("precision", "once more")]
+        {
+            let of = |scope, gain| Tried { stopped_by: by.into(), ..tried(scope, "ok", gain, None) };
+            let open = gain(1.05, 0.05);
+            for rows in [
+                vec![of("attn", open)],
+                vec![of("attn", gain(1.05, 0.01)), of("attn,mlp", open)],
+                vec![of("attn", open), of("attn,mlp", gain(1.05, 0.01))],
+            ] {
+                let text = render(&rows, MARGIN);
+                assert!(text.contains(&format!("{more})\n")), "{by}: {text}");
+            }
+        }
         let without = |device: &str, status: &str, in_turn| {
             let of = |scope| Tried { device: device.into(), in_turn, ..tried(scope, status, None, None) };
             render(&[of("attn"), of("mlp")], MARGIN)

@@ -2,7 +2,7 @@
 
 use super::columns::number;
 use super::row::{Row, RunFacts};
-use crate::measure::outcome::FinalCheck;
+use crate::measure::outcome::{FinalCheck, Stopped};
 use crate::measure::{Outcome, Verdict};
 
 /// Lines are broken before this column.
@@ -129,7 +129,11 @@ fn verdict(lines: &mut Vec<String>, facts: &RunFacts, outcome: &Outcome) {
         Verdict::Faster => "The graph is FASTER",
         Verdict::Slower => "The graph is SLOWER",
         Verdict::Equivalent => "EQUIVALENT within the margin",
-        Verdict::Undecided => "UNDECIDED",
+        Verdict::Undecided => match outcome.stopped {
+            Some(Stopped::MaxSteps) => "UNDECIDED (raise -ms)",
+            Some(Stopped::MaxTime) => "UNDECIDED (raise --max_time)",
+            _ => "UNDECIDED",
+        },
     };
     wrap(
         lines,

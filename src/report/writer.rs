@@ -16,9 +16,13 @@ use crate::ranks::control::RankStep;
 use appender::{Appender, encode, io_reason};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 mod appender;
+
+/// Standard output has its header: a sweep opens a writer a scope, the watchdog one of its own, and all write one table.
+static STDOUT_BEGUN: AtomicBool = AtomicBool::new(false);
 
 /// Why results cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -110,7 +114,6 @@ pub struct Writer {
     /// Keeps what is written, for a workbook at the end.
     book: Option<Arc<Mutex<Book>>>,
     run_id: String,
-    stdout_begun: bool,
     /// The default folder, if it is ours: goes again if nothing comes into it.
     _made: MadeFolder,
 }
@@ -178,7 +181,6 @@ impl Writer {
                     dialect,
                     book: None,
                     run_id: String::new(),
-                    stdout_begun: false,
                     _made: MadeFolder(None),
                 });
             }
@@ -214,7 +216,6 @@ impl Writer {
             dialect,
             book: None,
             run_id: String::new(),
-            stdout_begun: false,
             _made: made,
         })
     }
@@ -313,11 +314,10 @@ impl Writer {
             None => {
                 let (header, kinds): (Vec<_>, Vec<_>) = columns::kinds().into_iter().unzip();
                 let mut stdout = io::stdout().lock();
-                encode((!self.stdout_begun).then_some(&header), &kinds, &records, self.dialect, true)
+                let begun = STDOUT_BEGUN.swap(true, Ordering::SeqCst);
+                encode((!begun).then_some(&header), &kinds, &records, self.dialect, true)
                     .and_then(|bytes| stdout.write_all(&bytes).and_then(|()| stdout.flush()))
-                    .map_err(|source| OutputError::Write { path: "standard output".into(), source })?;
-                self.stdout_begun = true;
-                Ok(())
+                    .map_err(|source| OutputError::Write { path: "standard output".into(), source })
             }
         }
     }

@@ -8,6 +8,7 @@ use crate::device::guard::{self, Beat};
 use crate::extrapolate::{self, Extrapolation, Point};
 use crate::measure::{self, Hooks, Options, Outcome, Status};
 use crate::overrides::Resolved;
+use crate::report::xlsx::Book;
 use crate::report::{Row, RunFacts, Target, Terminal, Writer};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -26,12 +27,13 @@ pub(super) fn limit(args: &Args) -> anyhow::Result<Duration> {
 }
 
 /// Watches every device call. A hung one cannot be taken back: the failed rows are written from the watching
-/// thread, and the process ends.
+/// thread, a sweep's table and a workbook with them, and the process ends.
 pub(super) fn watchdog(
     args: &Args,
     facts: Arc<Mutex<RunFacts>>,
     options: Options,
     target: Target,
+    book: Option<Arc<Mutex<Book>>>,
     several: bool,
 ) -> anyhow::Result<Beat> {
     let beat = Beat::default();
@@ -45,11 +47,17 @@ pub(super) fn watchdog(
             if several { ranks::hang_message(0, phase, limit) } else { guard::hang_message(phase, limit) };
         if let Ok(facts) = facts.lock() {
             let rows = Row::without_outcome(&facts, &options, "failed", &reason);
-            if let Err(e) = Writer::open_in(&target, dialect).and_then(|mut writer| writer.rows(&rows)) {
+            let written = Writer::open_in(&target, dialect).and_then(|mut writer| {
+                book.into_iter().for_each(|book| writer.keep(book));
+                writer.rows(&rows)
+            });
+            if let Err(e) = written {
                 complain(&e.to_string());
             }
         }
         complain(&reason);
+        // A sweep's table, a workbook: what was measured before is not lost with it.
+        super::last::say(1);
         // Without the driver's own clean-up at exit, which would wait for the call that hangs.
         signal_hook::low_level::exit(1);
     };

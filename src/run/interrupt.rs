@@ -131,6 +131,7 @@ impl Interrupt {
     }
 
     fn end(&self) {
+        super::last::say(INTERRUPTED as u8);
         for path in self.made.lock().map(|m| m.clone()).unwrap_or_default() {
             if path.metadata().is_ok_and(|m| m.is_file() && m.len() == 0) {
                 let _ = std::fs::remove_file(path);

@@ -101,7 +101,8 @@ pub(super) fn one(
         return Ok(0);
     }
     let told = Arc::new(Mutex::new(facts.clone()));
-    let beat = watchdog(args, told.clone(), options.clone(), target.clone(), start.is_some())?;
+    let kept = book.cloned();
+    let beat = watchdog(args, told.clone(), options.clone(), target.clone(), kept, start.is_some())?;
     let mut job = Job {
         args,
         resolved: &resolved,

@@ -244,6 +244,7 @@ pub(super) fn abandon(
             }
         }
         complain(&reason);
+        super::last::say(code);
         signal_hook::low_level::exit(i32::from(code));
     }
 }

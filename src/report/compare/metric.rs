@@ -110,10 +110,14 @@ impl Metric {
                 if row.cell("speedup").is_empty() {
                     let text = match row.cell("pairs") {
                         "" => "empty: it was not measured (--gate time compares step times)".to_owned(),
-                        pairs => format!(
-                            "empty: too few pairs of blocks ({pairs}); measure longer (--max_time), or compare step times \
-                             (--gate time)"
-                        ),
+                        pairs => {
+                            let more =
+                                if row.cell("stopped_by") == "max_steps" { "-ms" } else { "--max_time" };
+                            format!(
+                                "empty: too few pairs of blocks ({pairs}); measure longer ({more}), or compare step times \
+                                 (--gate time)"
+                            )
+                        }
                     };
                     return Err(row.wrong("speedup", &text));
                 }

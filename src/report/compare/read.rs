@@ -3,7 +3,7 @@
 
 use super::keys::{SIDE_OF_AA, SIDES_OF_AA};
 use crate::report::columns::{COLUMNS, Kind, SCHEMA_VERSION, Value, possible};
-use crate::report::dialect::Dialect;
+use crate::report::dialect::{Dialect, without_sep};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -96,8 +96,8 @@ const NEEDED: [&str; 5] = ["schema_version", "run_id", "status", "model_recipe",
 /// Whether the file is a table of something else: a first line that has none of the columns without which a row cannot be placed.
 pub fn is_other_table(source: &Source) -> bool {
     let Ok(bytes) = source.bytes.as_ref() else { return false };
-    let mut reader =
-        csv::ReaderBuilder::new().delimiter(Dialect::of(bytes).separator()).from_reader(bytes.as_slice());
+    let bytes = without_sep(bytes);
+    let mut reader = csv::ReaderBuilder::new().delimiter(Dialect::of(bytes).separator()).from_reader(bytes);
     let header = reader.headers().ok().filter(|h| h.len() > 1);
     header.is_some_and(|h| !NEEDED.iter().any(|needed| h.iter().any(|column| column == *needed)))
 }
@@ -124,11 +124,10 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     if bytes.is_empty() {
         return Err(format!("{name} is empty"));
     }
+    let bytes = without_sep(bytes);
     let dialect = Dialect::of(bytes);
-    let mut reader = csv::ReaderBuilder::new()
-        .delimiter(dialect.separator())
-        .flexible(false)
-        .from_reader(bytes.as_slice());
+    let mut reader =
+        csv::ReaderBuilder::new().delimiter(dialect.separator()).flexible(false).from_reader(bytes);
     let header = reader.headers().map_err(|e| format!("{name} is no CSV file: {e}"))?.clone();
     let mut columns = HashMap::new();
     for (at, column) in header.iter().enumerate() {
@@ -156,6 +155,10 @@ pub fn records(source: &Source) -> Result<Vec<Record>, String> {
     let mut records = Vec::new();
     for (at, cells) in reader.into_records().enumerate() {
         let cells = cells.map_err(|e| format!("{name}, row {}: {e}", at + 1))?;
+        // As spreadsheets leave them below the last row.
+        if cells.iter().all(str::is_empty) {
+            continue;
+        }
         let plain = cells.iter().zip(&kinds).zip(&header).map(|((cell, kind), column)| {
             dialect.read(cell, *kind).map_err(|e| format!("{name}, row {}, column {column}: {e}", at + 1))
         });

@@ -2,11 +2,11 @@
 //! compressed (`.gz`).
 
 use crate::report::columns::{Kind, possible};
-use crate::report::dialect::Dialect;
+use crate::report::dialect::{Dialect, without_sep};
 use crate::report::writer;
 use crate::report::{Value, blocks, file, steps};
 use std::collections::HashMap;
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// A steps file by run.
@@ -112,9 +112,6 @@ const PROFILE: [(&str, Kind); 6] = [
     ("launches", Kind::Float),
     ("device_ms", Kind::Float),
 ];
-
-/// Most bytes that a compressed file may unfold to: a thousand hours of steps.
-const MOST_BYTES: u64 = 4 << 30;
 
 /// The steps beside the rows at `path`; `None` where there are none. `whole`: every cell is kept.
 ///
@@ -249,6 +246,7 @@ fn each(
             "{name}: its last line is cut off; take that line out, or end it if it is whole"
         ));
     }
+    let bytes = without_sep(bytes);
     let dialect = Dialect::of(bytes);
     let mut reader =
         csv::ReaderBuilder::new().delimiter(dialect.separator()).flexible(false).from_reader(bytes);
@@ -265,6 +263,10 @@ fn each(
         line.row += 1;
         let row = line.row;
         let record = record.map_err(|e| format!("{name}, row {row}: {e}"))?;
+        // As spreadsheets leave them below the last row.
+        if record.iter().all(str::is_empty) {
+            continue;
+        }
         line.values.clear();
         for ((column, kind), at) in columns.iter().zip(&at) {
             let cell = record.get(*at).unwrap_or_default();
@@ -297,11 +299,6 @@ fn bytes(path: &Path) -> Result<Option<(String, Vec<u8>)>, String> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(failed(&packed, &e)),
     };
-    let mut bytes = Vec::new();
-    let unpacked = flate2::read::GzDecoder::new(file).take(MOST_BYTES).read_to_end(&mut bytes);
-    unpacked.map_err(|e| failed(&packed, &e))?;
-    if bytes.len() as u64 == MOST_BYTES {
-        return Err(failed(&packed, &format!("it unfolds to more than {MOST_BYTES} bytes")));
-    }
+    let bytes = file::unpacked(file).map_err(|e| failed(&packed, &e))?;
     Ok(Some((packed.display().to_string(), bytes)))
 }

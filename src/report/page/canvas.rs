@@ -35,6 +35,8 @@ pub const INK: RGBColor = RGBColor(26, 26, 26);
 pub const GREY: RGBColor = RGBColor(110, 110, 110);
 pub const GRID: RGBColor = RGBColor(214, 214, 214);
 pub const SHADE: RGBColor = RGBColor(232, 232, 232);
+/// Of what is shaded in part.
+pub const SHADE_LIGHT: RGBColor = RGBColor(243, 243, 243);
 pub const SHADE_DARK: RGBColor = RGBColor(208, 208, 208);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! What a page is made from: result files with what lies beside them, as runs. Everything is checked here, so that
 //! drawing meets no cell that it cannot read.
 
-use super::beside::{self, Block, PartTime, Step, StepsFile};
+use super::beside::{self, Block, Pacing, PartTime, Phase, Step, StepsFile};
 use crate::report::compare::keys::{Key, WORKLOAD};
 use crate::report::compare::read::{self, Record, typed};
 use crate::report::compare::{Source, workload};
@@ -76,7 +76,7 @@ impl Input {
         // Of several files, as `results/*.csv` names them, tables of something else are left out; alone one is refused.
         // Each is read once: a pipe has nothing more after that.
         let sources = taken.into_iter().map(|path: &PathBuf| {
-            let bytes = file::read(path).map_err(|e| e.to_string());
+            let bytes = file::read_results(path).map_err(|e| e.to_string());
             (path, Source { name: path.display().to_string(), bytes })
         });
         let (others, mut results): (Vec<_>, Vec<_>) =
@@ -90,7 +90,8 @@ impl Input {
         }
         let names = short_names(&results.iter().map(|(path, _)| *path).collect::<Vec<_>>());
         for ((path, source), name) in results.into_iter().zip(names) {
-            let file = FileData::read(path, &source, name, whole, &mut input.notes)?;
+            let mut file = FileData::read(path, &source, name, whole, &mut input.notes)?;
+            file.forget_rows_of(&input.files, &mut input.notes);
             input.files.push(file);
         }
         Ok(input)
@@ -159,14 +160,61 @@ impl FileData {
                 unknown.join(", ")
             ));
         }
-        let file = FileData {
+        // What lies beside packed rows is named as they would be unpacked.
+        let path = &path.to_str().and_then(|p| p.strip_suffix(".gz")).map_or(path.to_owned(), PathBuf::from);
+        let mut file = FileData {
             name,
             rows,
             steps: beside::steps(path, whole)?,
             blocks: beside::blocks(path)?,
             parts: beside::parts(path)?,
         };
+        file.forget_steps_of_others(notes);
         Ok(file)
+    }
+
+    /// Rows of a file that was copied into another folder count once.
+    fn forget_rows_of(&mut self, others: &[FileData], notes: &mut Vec<String>) {
+        for other in others {
+            let all = self.rows.len();
+            self.rows.retain(|row| !other.rows.iter().any(|known| known.same_cells(row)));
+            let same = all - self.rows.len();
+            if same > 0 {
+                notes.push(format!(
+                    "{}: {same} of its {all} rows are in {} too: they count once",
+                    self.name, other.name
+                ));
+            }
+        }
+    }
+
+    /// Steps that are not as many as the rows say are of another measurement, or cut off: they would be drawn beside figures
+    /// that do not rest on them.
+    fn forget_steps_of_others(&mut self, notes: &mut Vec<String>) {
+        let Some(steps) = &mut self.steps else { return };
+        let mut sides: HashMap<&str, usize> = HashMap::new();
+        for row in &self.rows {
+            let at = sides.entry(row.cell("run_id")).or_default();
+            let side = *at;
+            *at += 1;
+            let (Some(own), Some(wanted)) = (steps.runs.get(row.cell("run_id")), number(row, "steps_steady"))
+            else {
+                continue;
+            };
+            let counts =
+                |s: &&Step| s.side == side && s.phase == Phase::Steady && s.pacing == Pacing::RunAhead;
+            let found = own.iter().filter(counts).count();
+            if found as f64 != wanted {
+                let id = row.cell("run_id");
+                notes.push(format!(
+                    "{}: the steps file holds {found} steady steps of the {} arm of run {id} and its row counts {wanted}: steps \
+                     of this run are left out",
+                    self.name,
+                    row.cell("arm")
+                ));
+                steps.runs.remove(id);
+            }
+        }
     }
 }
 
@@ -360,7 +408,13 @@ fn main_files(path: &Path) -> Vec<PathBuf> {
 
 /// File names without their folders, where that tells them apart.
 fn short_names(paths: &[&PathBuf]) -> Vec<String> {
-    let short = |p: &PathBuf| p.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let short = |p: &PathBuf| {
+        let name = p.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        match name.as_str() {
+            file::STDOUT => "standard input".to_owned(),
+            _ => name.strip_suffix(".csv").unwrap_or(&name).to_owned(),
+        }
+    };
     let shorts: Vec<String> = paths.iter().map(|p| short(p)).collect();
     let twice = |s: &String| shorts.iter().filter(|o| *o == s).count() > 1;
     paths

@@ -29,7 +29,7 @@ pub fn prose(text: &str) -> String {
     let word = |word: &str| {
         let bare = word.trim_matches(|c: char| "().,;".contains(c));
         let escaped = escape(word);
-        if !bare.starts_with("--") {
+        if !bare.starts_with("--") && !["-ms", "-o"].contains(&bare) {
             return escaped;
         }
         let bare = escape(bare);

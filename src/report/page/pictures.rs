@@ -5,6 +5,7 @@ use super::data::{Group, Run, Titles, label, number};
 use super::figure::Figure;
 use super::html::{Cell, Table, shown};
 use super::rows::{Kind, Line, Row, RowPlot};
+use crate::report::compare::read::Record;
 
 const NOT_MEASURED: &str = "not measured";
 
@@ -79,14 +80,18 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
     let margin = if let [one] = margins[..] { one } else { 0.0 };
     let modelled = rows.iter().any(|r| r.lines.len() > 1);
     let hollow = rows.iter().flat_map(|r| &r.lines).any(|l| l.value.is_some() && !l.look.filled);
+    let drawn = || groups.iter().flat_map(|g| &g.runs).filter(|r| r.is_ok() && r.sides.len() > 1);
+    let itself = |run: &Run| !run.cell("aa").is_empty();
+    let all_itself = drawn().all(itself);
     let plot = RowPlot {
         kind: Kind::Marks,
-        axis: "speedup: eager over graph".into(),
+        axis: if all_itself { "side a over side b, one arm" } else { "speedup: eager over graph" }.into(),
         no_change: Some((1.0, margin)),
         rows,
     };
     let mut notes = vec![format!(
-        "Right of the dashed line the graph is faster{}.",
+        "Right of the dashed line {} is faster{}.",
+        if all_itself { "side b" } else { "the graph" },
         if margin > 0.0 {
             format!(
                 "; the grey band is the margin of {} %, inside which a difference counts as none",
@@ -107,8 +112,15 @@ pub fn gain(groups: &[Group]) -> Option<Figure> {
         legend.push((MODELLED, "under the host model".into()));
     }
     Some(Figure {
-        title: "Gain of every run".into(),
-        what: "Step time of the eager arm over that of the graph arm.".into(),
+        title: if all_itself { "An arm against itself, every run" } else { "Gain of every run" }.into(),
+        what: match (all_itself, drawn().any(itself)) {
+            (true, _) => "Both sides are one arm: what lies off 1 is no gain, but what this machine mistakes for one.",
+            (false, true) => {
+                "Step time of the eager arm over that of the graph arm; of an arm against itself, where both are one, side a over b."
+            }
+            _ => "Step time of the eager arm over that of the graph arm.",
+        }
+        .into(),
         svg: svg(&plot),
         legend,
         notes,
@@ -184,6 +196,15 @@ fn arms() -> Vec<(Look, String)> {
 const ISSUE: &str = "host_issue_ms_median";
 const SUBMIT: &str = "host_submit_ms_median";
 
+/// An arm whose one graph waits for room in the queue: a launch that costs more than all of the eager arm's, or nobody knows.
+fn fills_queue(run: &Run, row: &Record) -> bool {
+    let of = |row: &Record| number(row, ISSUE).or(number(row, SUBMIT));
+    let eager = run.sides.iter().find(|r| r.cell("arm") == "eager").and_then(|r| of(r));
+    row.cell("arm") == "graph"
+        && row.cell("cuda_graph_scope") == "full_iteration"
+        && of(row).is_some_and(|own| eager.is_none_or(|eager| own > eager))
+}
+
 /// Host against device.
 pub fn host_and_device(group: &Group) -> Figure {
     const SHOWN: [(&str, &str, Look, &str); 4] = [
@@ -228,17 +249,20 @@ pub fn host_and_device(group: &Group) -> Figure {
     let is_shown = |column: &str| has(column) || column == ISSUE && has(SUBMIT);
     let missing: Vec<&str> =
         SHOWN.iter().filter(|(_, column, ..)| !is_shown(column)).map(|(name, ..)| *name).collect();
-    let mut held_up = false;
+    let (mut held_up, mut one_graph) = (false, false);
     let mut rows = Vec::new();
     for run in group.runs.iter() {
         let name = label(run, &group.runs);
         for (side, row) in run.sides.iter().enumerate() {
+            let fills = fills_queue(run, row);
+            one_graph |= fills;
             let issue = number(row, ISSUE);
             held_up |= issue.is_none() && has(SUBMIT);
             let lines = SHOWN
                 .iter()
                 .filter(|(_, column, ..)| is_shown(column))
                 .map(|(n, column, look, _)| match *column {
+                    ISSUE if fills => Line { text: "one graph, not drawn".into(), ..line(*n, *look, None) },
                     ISSUE if issue.is_none() => line("submit", *look, number(row, SUBMIT)),
                     column => line(*n, *look, number(row, column)),
                 })
@@ -261,6 +285,13 @@ pub fn host_and_device(group: &Group) -> Figure {
         notes.push(
             "Lines called \"submit\" count in what a full launch queue holds up, which is not the host's own time: it \
              was not measured apart there."
+                .to_owned(),
+        );
+    }
+    if one_graph {
+        notes.push(
+            "One graph holds the whole step there and fills the launch queue by itself: what its launch took is no cost of \
+             issuing. It is in the table and not drawn."
                 .to_owned(),
         );
     }

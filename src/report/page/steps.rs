@@ -3,8 +3,8 @@
 
 use super::beside::{Pacing, Phase, Step};
 use super::canvas::{
-    Align, Canvas, Fill, GREY, GRID, INK, Look, SHADE, SHADE_DARK, SIZES, Scale, Shape, Size, TEXT, draw,
-    text_width,
+    Align, Canvas, Fill, GREY, GRID, INK, Look, SHADE, SHADE_DARK, SHADE_LIGHT, SIZES, Scale, Shape, Size,
+    TEXT, draw, text_width,
 };
 use super::data::{Run, number};
 use super::figure::Figure;
@@ -31,6 +31,11 @@ const TRIM_FROM: usize = 200;
 const TRIM_REACH: f64 = 0.5;
 /// Of a panel that is not drawn whole, pixels that share a dot at the edge, so that dots are seen there and no bar.
 const EDGE_SPREAD: f64 = 8.0;
+
+/// Width of a strip in which one arm's marks lie on top.
+const STRIP: f64 = 8.0;
+/// More phases before timing than this are one line by phase and arm in the table.
+const MOST_PHASES: usize = 60;
 
 /// A dot.
 #[derive(Debug, Clone, Copy)]
@@ -76,7 +81,12 @@ pub fn figure(run: &Run, title: String, spread: f64) -> Option<Figure> {
             steps.len(),
             if spread <= 1.0 { "pixel".to_owned() } else { format!("{spread:.0} pixels") }
         ));
+        notes.push("Where marks overlap, each arm lies on top in every second strip.".into());
     }
+    let mixed = panels.iter().filter(|p| p.timed).any(|p| {
+        let x = Scale::new(p.dots[0].from, p.dots[p.dots.len() - 1].to, (0.0, SIZES[0].width));
+        grounds(&p.dots, &x).iter().any(|(_, _, ground)| *ground == Ground::Mixed)
+    });
     let mut legend: Vec<(Look, String)> =
         (0..run.sides.len().min(2)).map(|side| (Look::side(side), run.side_name(side))).collect();
     legend.extend(
@@ -85,6 +95,10 @@ pub fn figure(run: &Run, title: String, spread: f64) -> Option<Figure> {
     );
     legend.push((Look::new(INK, Shape::Cross), "making the graphs".into()));
     legend.push((Look::new(SHADE_DARK, Shape::Square).bar(Fill::Solid), "not counted".into()));
+    if mixed {
+        let look = Look::new(SHADE_LIGHT, Shape::Square).bar(Fill::Solid);
+        legend.push((look, "counted and not, too close to shade apart".into()));
+    }
     Some(Figure {
         title,
         what: String::new(),
@@ -260,7 +274,12 @@ fn paint(c: &mut Canvas, panel: &Panel, (left, top, right, bottom): (f64, f64, f
         let share = if y.holds(d.ms) { spread } else { spread.max(EDGE_SPREAD) };
         (x.at((d.from + d.to) / 2.0) / share) as i64
     };
-    let kept = thin(&panel.dots, pixel);
+    let mut kept = thin(&panel.dots, pixel);
+    if panel.dots.len() > ALL_DRAWN {
+        // Where marks overlap the last drawn hides the others: each arm is that in every second strip.
+        let strip = |d: &Dot| (x.at((d.from + d.to) / 2.0) / STRIP) as usize;
+        kept.sort_by_key(|d| (strip(d) + d.side) % 2);
+    }
     let radius = match kept.len() {
         0..=60 => 3.6,
         61..=400 => 2.6,
@@ -295,24 +314,59 @@ fn paint(c: &mut Canvas, panel: &Panel, (left, top, right, bottom): (f64, f64, f
 
 /// Grounds of phases that do not count; before timing each phase with its letter.
 fn shade(c: &mut Canvas, panel: &Panel, x: &Scale, (top, bottom): (f64, f64)) {
-    const LEAST: f64 = 0.75;
     const LETTER: f64 = 10.0;
-    for (number, segment) in segments(&panel.dots, panel.timed).enumerate() {
-        let (from, to) = (x.at(segment[0].from), x.at(segment[segment.len() - 1].to));
-        let counts = panel.timed && segment[0].phase.counts();
-        if counts || to - from < LEAST {
+    if panel.timed {
+        for (from, to, ground) in grounds(&panel.dots, x) {
+            c.rect((from, top), (to, bottom), if ground == Ground::Uncounted { SHADE } else { SHADE_LIGHT });
+        }
+        return;
+    }
+    let (mut from, mut drawn) = (x.at(panel.dots[0].from), 0);
+    for (number, segment) in segments(&panel.dots, false).enumerate() {
+        let (own, to) = (x.at(segment[0].from), x.at(segment[segment.len() - 1].to));
+        // What is too narrow shares a ground with its neighbours.
+        if to - from < LEAST {
             continue;
         }
         // Neighbours are told apart by their ground.
-        let color = if number % 2 == 0 || panel.timed { SHADE } else { SHADE_DARK };
-        c.rect((from, top), (to, bottom), color);
-        if !panel.timed && to - from >= LETTER {
-            c.text(&letter(number), ((from + to) / 2.0, bottom + 13.0), INK, Align::Middle);
+        let alone = to - own >= LEAST;
+        c.rect((from, top), (to, bottom), if drawn % 2 == 1 && alone { SHADE_DARK } else { SHADE });
+        if to - own >= LETTER {
+            c.text(&letter(number), ((own + to) / 2.0, bottom + 13.0), INK, Align::Middle);
         }
-        if !panel.timed {
+        if alone {
             c.line(&[(to, top), (to, bottom)], GREY, 0.5, false);
         }
+        (from, drawn) = (to, drawn + 1);
     }
+}
+
+/// Nothing narrower is drawn.
+const LEAST: f64 = 0.75;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ground {
+    Uncounted,
+    /// Steps that do not count lie closer among those that do than can be drawn apart.
+    Mixed,
+}
+
+/// What is shaded among timed steps, in pixels from left to right: ranges that lie apart, at most as many as the picture is wide.
+fn grounds(dots: &[Dot], x: &Scale) -> Vec<(f64, f64, Ground)> {
+    let mut grounds: Vec<(f64, f64, Ground)> = Vec::new();
+    for segment in segments(dots, true).filter(|s| !s[0].phase.counts()) {
+        let (from, to) = (x.at(segment[0].from), x.at(segment[segment.len() - 1].to));
+        let wide = LEAST.max(to - from);
+        let (from, to) = ((from + to - wide) / 2.0, (from + to + wide) / 2.0);
+        match grounds.last_mut() {
+            // Seen as one, with counted steps between them.
+            Some(last) if from - last.1 < LEAST => {
+                (last.1, last.2) = (to, Ground::Mixed);
+            }
+            _ => grounds.push((from, to, Ground::Uncounted)),
+        }
+    }
+    grounds
 }
 
 /// Dots in a row that are of one phase, and before timing of one side.
@@ -373,7 +427,7 @@ fn table(run: &Run, panels: &[Panel]) -> Table {
         ]);
     };
     for panel in panels {
-        if !panel.timed {
+        if !panel.timed && segments(&panel.dots, false).nth(MOST_PHASES).is_none() {
             for (number, segment) in segments(&panel.dots, false).enumerate() {
                 let times: Vec<f64> = segment.iter().map(|d| d.ms).collect();
                 line(letter(number), segment[0].phase, "", segment[0].side, &times);
@@ -382,7 +436,11 @@ fn table(run: &Run, panels: &[Panel]) -> Table {
         }
         // The phase's name goes before it: ": one step runs ahead", ", issued to ...".
         let said = panel.title.trim_end_matches(" [ms]");
-        let what = said.strip_prefix("timed: ").map_or(format!(", {said}"), |rest| format!(": {rest}"));
+        let what = match said.strip_prefix("timed: ") {
+            _ if !panel.timed => String::new(),
+            Some(rest) => format!(": {rest}"),
+            None => format!(", {said}"),
+        };
         let mut groups: Vec<((Phase, usize), Vec<f64>)> = Vec::new();
         for dot in &panel.dots {
             match groups.iter_mut().find(|(key, _)| *key == (dot.phase, dot.side)) {
@@ -419,6 +477,22 @@ mod tests {
         assert_eq!(most(&kept), 900.0);
         assert!(kept.windows(2).all(|w| w[0].from < w[1].from));
         assert_eq!(thin(&all[..100], |_| 0).len(), 100);
+    }
+
+    /// However many steps there are: what does not count is shaded, in ranges that the picture has room for.
+    #[test]
+    fn steps_that_do_not_count_are_shaded_among_any_number() {
+        let of = |dots: &[Dot]| {
+            let grounds = grounds(dots, &Scale::new(0.0, dots.len() as f64, (0.0, 400.0)));
+            assert!(grounds.windows(2).all(|w| w[1].0 > w[0].1) && grounds.len() <= 400, "{grounds:?}");
+            grounds
+        };
+        assert_eq!(of(&dots(500)).len(), 10);
+        let some = of(&dots(5_000));
+        assert!(some.len() == 100 && some.iter().all(|g| g.2 == Ground::Uncounted), "{some:?}");
+        // Eight switches a pixel: all of it is both.
+        let many = of(&dots(100_000));
+        assert!(many.len() == 1 && many[0].2 == Ground::Mixed && many[0].1 - many[0].0 > 395.0, "{many:?}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::data::{Group, Run, label, number};
 use super::html::{escape, prose, shown};
+use crate::measure::options::DEFAULT_MARGIN;
 use std::fmt::Write;
 
 /// Runs that are told one by one; the tables hold the rest.
@@ -14,10 +15,15 @@ const DISTURBED: f64 = 0.05;
 /// Both lists.
 pub fn html(groups: &[Group]) -> String {
     let mut text = String::from("<section class=verdict>\n<h2>What was found</h2>\n");
-    let mut told = 0;
+    let (mut told, mut summed) = (0, 0);
     for group in groups {
         let _ = writeln!(text, "<p><b>{}</b></p>\n<ul>", escape(&group.title));
-        for run in group.runs.iter().take(MOST_TOLD.saturating_sub(told)) {
+        let (summary, left) = themselves(group);
+        for (word, sentence) in summary {
+            let _ = writeln!(text, "<li><span class=word>{word}</span> {}</li>", prose(&sentence));
+        }
+        summed += group.runs.len() - left.len();
+        for run in left.into_iter().take(MOST_TOLD.saturating_sub(told)) {
             let (word, sentence) = sentence(run);
             let _ = writeln!(
                 text,
@@ -33,6 +39,7 @@ pub fn html(groups: &[Group]) -> String {
         text += "</ul>\n";
     }
     let all: usize = groups.iter().map(|g| g.runs.len()).sum();
+    let told = told + summed;
     if all > told {
         let _ = writeln!(text, "<p>{} more runs are in the tables.</p>", all - told);
     }
@@ -51,6 +58,39 @@ pub fn html(groups: &[Group]) -> String {
         text += "<li>Nothing that these files would show.</li>\n";
     }
     text + "</ul>\n</section>\n"
+}
+
+/// Runs of an arm against itself that are told one by one: more are summed up, and the table has each.
+const MOST_ALIKE: usize = 5;
+
+/// Many runs of an arm against itself by their word, and the runs that are told one by one.
+fn themselves<'a>(group: &'a Group<'a>) -> (Vec<(&'static str, String)>, Vec<&'a Run<'a>>) {
+    let alike = |run: &&Run| run.is_ok() && !run.cell("aa").is_empty() && run.figure("speedup").is_some();
+    let (themselves, left): (Vec<&Run>, Vec<&Run>) = group.runs.iter().partition(|r| alike(r));
+    if themselves.len() <= MOST_ALIKE {
+        return (Vec::new(), group.runs.iter().collect());
+    }
+    let mut words: Vec<(&str, Vec<f64>)> = Vec::new();
+    for run in &themselves {
+        let (word, _) = sentence(run);
+        match words.iter_mut().find(|(w, _)| *w == word) {
+            Some((_, found)) => found.extend(run.figure("speedup")),
+            None => words.push((word, run.figure("speedup").into_iter().collect())),
+        }
+    }
+    let of = |(word, found): (&'static str, Vec<f64>)| {
+        let (low, high) =
+            found.iter().fold((f64::INFINITY, 0.0f64), |(low, high), x| (low.min(*x), high.max(*x)));
+        let sentence = format!(
+            "{} of {} runs of an arm against itself: ratios {} to {}; the table has each.",
+            found.len(),
+            themselves.len(),
+            shown(low),
+            shown(high)
+        );
+        (word, sentence)
+    };
+    (words.into_iter().map(of).collect(), left)
 }
 
 /// The word of a run, and the sentence that goes with it.
@@ -101,18 +141,35 @@ fn sentence(run: &Run) -> (&'static str, String) {
         ),
         _ => {
             let why = match (speedup, interval) {
-                (_, Some(_)) => format!(
-                    "; the interval reaches over the margin of {margin}, so it may be a gain, a loss or neither"
-                ),
+                (_, Some(interval)) => {
+                    let open = match open(run, interval) {
+                        (true, true) => "a gain, a loss or neither",
+                        (true, false) => "a gain or none that matters, and no loss",
+                        (false, _) => "a loss or none that matters, and no gain",
+                    };
+                    format!("; the interval reaches over the margin of {margin}, so it may be {open}")
+                }
                 (Some(_), None) if pairs == "1" => "; one pair of blocks is too little to know one".into(),
                 (Some(_), None) => format!("; {pairs} pairs of blocks are too few to know one"),
                 _ => "; too few blocks were timed for a ratio".into(),
             };
-            ("not decided.", format!("{why}. More time (--max_time) would tell{}", modelled(run)))
+            let more = match run.cell("stopped_by") {
+                "max_steps" => "More steps (-ms) would tell",
+                // More time changes nothing: it was not used up.
+                "precision" => "Timing ended at its precision; another run would tell",
+                _ => "More time (--max_time) would tell",
+            };
+            ("not decided.", format!("{why}. {more}{}", modelled(run)))
         }
     };
     let text = if more.starts_with("that") { more } else { format!("{figures}{more}") };
     (word, format!("{text}."))
+}
+
+/// Of an interval, whether it may be a gain and whether it may be a loss beyond the margin; as the verdict has them.
+fn open(run: &Run, (low, high): (f64, f64)) -> (bool, bool) {
+    let upper = 1.0 + run.figure("margin").unwrap_or(DEFAULT_MARGIN);
+    (high > upper, low < 1.0 / upper)
 }
 
 /// The ratio under the host model, if there is one.
@@ -159,7 +216,14 @@ fn of_run(run: &Run) -> Vec<String> {
         add("How long a GPU would take: the runs were made on a CPU, in small.".into());
     }
     if two && on_gpu && run.cell("verdict") == "undecided" {
-        add("Whether the graph is faster: the time given did not decide it.".into());
+        let what =
+            match run.figure("speedup_ci95_low").zip(run.figure("speedup_ci95_high")).map(|i| open(run, i)) {
+                Some((true, false)) => "Whether the graph is faster by more than the margin",
+                Some((false, true)) => "Whether the graph is slower by more than the margin",
+                _ => "Whether the graph is faster",
+            };
+        let given = if run.cell("stopped_by") == "max_steps" { "steps" } else { "time" };
+        add(format!("{what}: the {given} given did not decide it."));
     }
     if two && on_gpu && run.cell("host_model") == "bare" {
         add("What a Python framework gains: issuing a launch from mbperf costs a few microseconds, from a framework many times that; this gain is a lower bound for it. --host_model pytorch estimates it.".into());
