@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(DKV_THREADS, DKV_BLOCKS_PER_SM) att
         cp_async_wait<0>();
         __syncthreads();                                 // this head is there, and every warp has left the last one
         if (i + 1 < group) load_stage(stage ^ 1, i + 1);
-        const u32 q_tile = smem_addr(shared + stage * DKV_STAGE) + warp * DKV_M * STRIP_BYTES, do_tile = q_tile + QUERIES * LINE;
+        const u32 q_tile = smem_addr(shared + stage * DKV_STAGE) + warp * DKV_M * STRIP_BYTES;
         const Lane q_cols = lane_cols(q_tile, lane), q_rows = lane_rows(q_tile, lane);
         const Lane do_cols{q_cols.at + QUERIES * LINE, q_cols.turn}, do_rows{q_rows.at + QUERIES * LINE, q_rows.turn};
         const float* const lse_now = row_values + stage * 2 * QUERIES + warp * DKV_M * STRIP + col;
