@@ -349,7 +349,7 @@ fn windows_and_sinks(add: &mut Add) {
 }
 
 /// Edges of the kernels for narrow windows of heads of 64: strips of 16 rows and one row more or less, windows of a whole number of
-/// strips and not, groups of one and of eight heads; then enough sequences for each size of a block (2, 4, 8 warps) and for blocks that
+/// strips and not, groups of one and of eight heads; then enough sequences for each size of a block (2, 4, 8 warps, two strips a warp) and for blocks that
 /// take several heads.
 fn narrow_windows(add: &mut Add) {
     for (batch, seq, q_heads, kv_heads, window) in [
@@ -362,8 +362,9 @@ fn narrow_windows(add: &mut Add) {
         (1, 131, 1, 1, 127),
         (1, 145, 2, 1, 128),
         (1, 300, 8, 1, 113),
+        (2, 40, 32, 32, 20),
         (2, 97, 32, 32, 20),
-        (4, 257, 32, 16, 31),
+        (3, 257, 32, 16, 31),
         (16, 130, 32, 16, 33),
     ] {
         for sinks in [false, true] {

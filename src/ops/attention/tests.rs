@@ -304,24 +304,26 @@ fn narrow_windows_have_kernels_of_their_own() {
 fn narrow_windows_fill_the_device() {
     let of = |batch, seq, q, k| {
         let s = windowed(shape(Positions::whole(batch, seq), seq, q, k, 64), 128);
-        (window::heads(&s), window::dkv_warps(&s))
+        (window::heads(&s), window::dkv_block(&s, 90))
     };
-    assert_eq!(of(1, 4096, 64, 8), (8, 8));
-    assert_eq!(of(1, 2048, 64, 8), (4, 4));
-    assert_eq!(of(4, 4096, 64, 8), (8, 8));
-    assert_eq!(of(1, 300, 64, 8), (1, 1));
-    assert_eq!(of(1, 4096, 48, 8), (6, 8));
-    assert_eq!(of(1, 3000, 48, 8), (3, 4));
+    assert_eq!(of(1, 4096, 64, 8), (8, (8, 2)));
+    assert_eq!(of(1, 2048, 64, 8), (4, (8, 1)));
+    assert_eq!(of(4, 4096, 64, 8), (8, (8, 2)));
+    assert_eq!(of(1, 300, 64, 8), (1, (1, 1)));
+    assert_eq!(of(1, 4096, 48, 8), (6, (8, 2)));
+    assert_eq!(of(1, 3000, 48, 8), (3, (8, 1)));
+    let long = windowed(shape(Positions::whole(1, 4096), 4096, 64, 8, 64), 128);
+    assert_eq!(window::dkv_block(&long, 80), (8, 1), "two strips a warp take 198 KiB");
 }
 
-/// dq and delta, then dk, dv and the sinks' gradients.
+/// dq and delta, then dk and dv, then the sinks' gradients.
 #[test]
-fn gradients_in_a_narrow_window_take_two_launches() {
+fn gradients_in_a_narrow_window_take_three_launches() {
     use crate::device::cuda::prep::OfflinePrep;
     let narrow = windowed(shape(Positions::whole(1, 300), 300, 8, 2, 64), 128);
-    for s in [narrow.clone(), sunk(narrow)] {
+    for (s, launches) in [(narrow.clone(), 2), (sunk(narrow), 3)] {
         let mut prep = OfflinePrep::new("sm_90a").unwrap();
-        assert_eq!(prep.launches(&AttnBwd { shape: s.clone() }).unwrap(), 2);
+        assert_eq!(prep.launches(&AttnBwd { shape: s.clone() }).unwrap(), launches);
         assert_eq!(prep.launches(&AttnFwd { shape: s }).unwrap(), 1);
     }
 }

@@ -95,16 +95,23 @@ __device__ __forceinline__ void load_fragments(u32 (&a)[D / 16][4], const Lane& 
     for (int k = 0; k < D / 16; ++k) ldsm_x4(a[k], from.of(0, k));
 }
 
-// acc[16 x 16] = A B^T over the 64 columns of strip `strip` at `b` (lane_cols).
-__device__ __forceinline__ void scores(float (&acc)[2][4], const u32 (&a)[D / 16][4], const Lane& b, int strip) {
+// acc[m][16 x 16] = A[m] B^T over the 64 columns of strip `strip` at `b` (lane_cols), for m from ..= to.
+template <int M>
+__device__ __forceinline__ void scores(float (&acc)[M][2][4], const u32 (&a)[M][D / 16][4], const Lane& b, int strip, int from = 0, int to = M - 1) {
     #pragma unroll
-    for (int e = 0; e < 4; ++e) acc[0][e] = acc[1][e] = 0.f;
+    for (int m = 0; m < M; ++m)
+        #pragma unroll
+        for (int e = 0; e < 4; ++e) acc[m][0][e] = acc[m][1][e] = 0.f;
     #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         u32 f[4];
         ldsm_x4(f, b.of(strip, k));
-        mma_16816(acc[0], a[k], f[0], f[1]);
-        mma_16816(acc[1], a[k], f[2], f[3]);
+        #pragma unroll
+        for (int m = 0; m < M; ++m) {
+            if (m < from || m > to) continue;
+            mma_16816(acc[m][0], a[m][k], f[0], f[1]);
+            mma_16816(acc[m][1], a[m][k], f[2], f[3]);
+        }
     }
 }
 
@@ -116,14 +123,19 @@ __device__ __forceinline__ void pack(u32 (&a)[4], const float (&x)[2][4]) {
     a[3] = pack_bf16(x[1][2], x[1][3]);
 }
 
-// acc[16 x 64] += A B, B the rows of strip `strip` at `b` (lane_rows).
-__device__ __forceinline__ void accumulate(float (&acc)[D / 8][4], const u32 (&a)[4], const Lane& b, int strip) {
+// acc[m][16 x 64] += A[m] B, B the rows of strip `strip` at `b` (lane_rows), for m from ..= to.
+template <int M>
+__device__ __forceinline__ void accumulate(float (&acc)[M][D / 8][4], const u32 (&a)[M][4], const Lane& b, int strip, int from = 0, int to = M - 1) {
     #pragma unroll
     for (int n = 0; n < D / 16; ++n) {
         u32 f[4];
         ldsm_x4_t(f, b.of(strip, n));
-        mma_16816(acc[2 * n], a, f[0], f[1]);
-        mma_16816(acc[2 * n + 1], a, f[2], f[3]);
+        #pragma unroll
+        for (int m = 0; m < M; ++m) {
+            if (m < from || m > to) continue;
+            mma_16816(acc[m][2 * n], a[m], f[0], f[1]);
+            mma_16816(acc[m][2 * n + 1], a[m], f[2], f[3]);
+        }
     }
 }
 

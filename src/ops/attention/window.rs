@@ -23,15 +23,17 @@ const HEAD_DIM: usize = 64;
 const STRIP: usize = 16;
 const LINE: usize = HEAD_DIM * 2;
 const WARPS: usize = 8;
-/// Warps of a dk/dv block, a strip of keys each: the largest with which there are enough blocks.
-const DKV_WARPS: [usize; 4] = [8, 4, 2, 1];
-/// Enough blocks: not much less than two on each of an H200's 132 multiprocessors. 32 tiles of 128 rows and 8 key heads (gpt_oss at
-/// 4096 tokens) are one round of forward and dq blocks, and two of dk/dv blocks, of which one fills a multiprocessor.
-const BLOCKS_WANTED: usize = 256;
+/// Warps of a dk/dv block and strips of keys each takes: the largest block with which there are enough.
+const DKV_BLOCKS: [(usize, usize); 5] = [(8, 2), (8, 1), (4, 1), (2, 1), (1, 1)];
+/// Enough blocks: they leave few of an H200's 132 multiprocessors idle. gpt_oss at 4096 tokens has 8 key heads and 32 tiles of 128 rows:
+/// forward and dq blocks, of which a multiprocessor holds two, and dk/dv blocks of 256 keys, of which it holds one, are one round.
+const BLOCKS_WANTED: usize = 128;
+const BLOCKS_PER_SM: usize = 2;
 /// Most blocks in the y and z dimensions of a grid.
 const MAX_GRID_YZ: usize = 65_535;
 
-/// Whether these kernels take the shape. A block needs up to 132 KiB of shared memory (see `Tiles::of` for who has it).
+/// Whether these kernels take the shape. A block needs up to 132 KiB of shared memory, from compute
+/// capability 9.0 on 198 (see `Tiles::of` for who has it).
 pub(super) fn takes(s: &AttnShape, cc: u32) -> bool {
     matches!(cc, 80 | 87 | 90..=119)
         && (s.head_dim, s.value_dim()) == (HEAD_DIM, HEAD_DIM)
@@ -46,8 +48,8 @@ fn group(s: &AttnShape) -> usize {
     s.q_heads / s.kv_heads.max(1)
 }
 
-fn tiles(s: &AttnShape, warps: usize) -> usize {
-    s.kv_len.div_ceil(warps * STRIP)
+fn tiles(s: &AttnShape, strips: usize) -> usize {
+    s.kv_len.div_ceil(strips * STRIP)
 }
 
 /// Strips before its own of which a strip of queries sees keys.
@@ -66,22 +68,30 @@ pub(super) fn heads(s: &AttnShape) -> usize {
         return heads.min(group(s));
     }
     let blocks = tiles(s, WARPS) * s.batch() * s.q_heads;
-    let enough = |h: &usize| group(s).is_multiple_of(*h) && blocks / h >= BLOCKS_WANTED;
+    let enough = |h: &usize| group(s).is_multiple_of(*h) && blocks / h >= BLOCKS_WANTED * BLOCKS_PER_SM;
     (1..=group(s)).rev().find(enough).unwrap_or(1)
 }
 
-/// Warps of a dk/dv block.
-pub(super) fn dkv_warps(s: &AttnShape) -> usize {
-    if let Some(warps) = forced("MBPERF_WINDOW_DKV_WARPS") {
-        return warps;
+/// Warps of a dk/dv block, and strips of keys a warp.
+pub(super) fn dkv_block(s: &AttnShape, cc: u32) -> (usize, usize) {
+    let forced = (forced("MBPERF_WINDOW_DKV_WARPS"), forced("MBPERF_WINDOW_DKV_STRIPS"));
+    if let (Some(warps), Some(strips)) = forced {
+        return (warps, strips);
     }
-    let enough = |w: &usize| tiles(s, *w) * s.batch() * s.kv_heads >= BLOCKS_WANTED;
-    DKV_WARPS.into_iter().find(enough).unwrap_or(1)
+    let fits = |&(_, strips): &(usize, usize)| strips == 1 || cc >= 90;
+    let enough =
+        |(warps, strips): &(usize, usize)| tiles(s, warps * strips) * s.batch() * s.kv_heads >= BLOCKS_WANTED;
+    DKV_BLOCKS.into_iter().filter(fits).find(enough).unwrap_or((1, 1))
 }
 
-fn defines(s: &AttnShape) -> Vec<(&'static str, String)> {
-    let all =
-        [("WINDOW", s.window().unwrap_or(1)), ("SINKS", usize::from(s.sinks)), ("DKV_WARPS", dkv_warps(s))];
+fn defines(s: &AttnShape, cc: u32) -> Vec<(&'static str, String)> {
+    let (warps, strips) = dkv_block(s, cc);
+    let all = [
+        ("WINDOW", s.window().unwrap_or(1)),
+        ("SINKS", usize::from(s.sinks)),
+        ("DKV_WARPS", warps),
+        ("DKV_M", strips),
+    ];
     all.map(|(name, value)| (name, value.to_string())).into()
 }
 
@@ -96,11 +106,10 @@ fn config(s: &AttnShape, x: usize, y: usize, warps: usize, shared_bytes: usize) 
     Config { grid: [grid.grid[0], y as u32, s.batch() as u32], shared_bytes: shared_bytes as u32, ..grid }
 }
 
-fn params(s: &AttnShape, pointers: impl IntoIterator<Item = DevPtr>, heads: Option<usize>) -> Vec<Param> {
+fn params(s: &AttnShape, pointers: impl IntoIterator<Item = DevPtr>, heads: usize) -> Vec<Param> {
     let int = |x: usize| Param::I32(x as i32);
     let mut params: Vec<Param> = pointers.into_iter().map(Param::Ptr).collect();
-    params.extend([s.kv_len, s.q_heads, s.kv_heads].map(int));
-    params.extend(heads.map(int));
+    params.extend([s.kv_len, s.q_heads, s.kv_heads, heads].map(int));
     params.push(Param::F32(s.scale() as f32));
     params
 }
@@ -115,13 +124,13 @@ pub(super) fn forward(
 ) -> Result<Issue, DeviceError> {
     let entry = if s.sinks { "attention_fwd_window_sinks" } else { "attention_fwd_window" };
     let (shared, heads) = (resident(s, 2), heads(s));
-    let kernel = cuda.kernel(FORWARD, entry, &defines(s), shared as u32)?;
+    let kernel = cuda.kernel(FORWARD, entry, &defines(s, cuda.cc), shared as u32)?;
     let pointers = [q, k, v].into_iter().chain(sinks).chain([o, lse]);
     let config = config(s, tiles(s, WARPS), s.q_heads / heads, WARPS, shared);
-    cuda.launch(&kernel, config, &params(s, pointers, Some(heads)))
+    cuda.launch(&kernel, config, &params(s, pointers, heads))
 }
 
-/// `inputs`: q, k, v, o, lse, do. Two launches: dq, which writes delta into the workspace, then dk and dv with the sinks' gradients.
+/// `sinks`: with their gradients. Launches: dq, which writes delta into the workspace, then dk and dv, and the sinks' gradients.
 pub(super) fn backward(
     s: &AttnShape,
     cuda: &mut CudaPrep,
@@ -130,20 +139,26 @@ pub(super) fn backward(
     delta: DevPtr,
     [dq, dk, dv]: [DevPtr; 3],
 ) -> Result<Issue, DeviceError> {
-    let (shared, heads, defines) = (resident(s, 3), heads(s), defines(s));
+    let (shared, heads, defines) = (resident(s, 3), heads(s), defines(s, cuda.cc));
     let kernel = cuda.kernel(BACKWARD, "attention_dq_window", &defines, shared as u32)?;
     let grid = config(s, tiles(s, WARPS), s.q_heads / heads, WARPS, shared);
-    let of_dq = cuda.launch(&kernel, grid, &params(s, [q, k, v, o, lse, d_o, delta, dq], Some(heads)))?;
+    let mut issues =
+        vec![cuda.launch(&kernel, grid, &params(s, [q, k, v, o, lse, d_o, delta, dq], heads))?];
 
-    let warps = dkv_warps(s);
-    let queries = (warps + back(s)) * STRIP;
+    let (warps, strips) = dkv_block(s, cuda.cc);
+    let queries = (warps * strips + back(s)) * STRIP;
     // Two stages of q and do rows, lse and delta.
     let shared = 2 * 2 * queries * (LINE + 4);
-    let entry = if s.sinks { "attention_dkv_window_sinks" } else { "attention_dkv_window" };
-    let kernel = cuda.kernel(BACKWARD, entry, &defines, shared as u32)?;
-    let (sinks, dsinks) = sinks.unzip();
-    let pointers = [q, k, v, lse, d_o, delta].into_iter().chain(sinks).chain([dk, dv]).chain(dsinks);
-    let grid = config(s, tiles(s, warps), s.kv_heads, warps, shared);
-    let of_keys = cuda.launch(&kernel, grid, &params(s, pointers, None))?;
-    Ok(Issue::Many(vec![of_dq, of_keys]))
+    let kernel = cuda.kernel(BACKWARD, "attention_dkv_window", &defines, shared as u32)?;
+    let grid = config(s, tiles(s, warps * strips), s.kv_heads, warps, shared);
+    issues.push(cuda.launch(&kernel, grid, &params(s, [q, k, v, lse, d_o, delta, dk, dv], group(s)))?);
+
+    if let Some((sinks, dsinks)) = sinks {
+        let kernel = cuda.kernel(BACKWARD, "attention_dsinks_window", &defines, 0)?;
+        let mut params: Vec<Param> = [lse, delta, sinks, dsinks].map(Param::Ptr).into();
+        params.extend([s.kv_len, s.q_heads].map(|x| Param::I32(x as i32)));
+        let grid = Config::linear(s.batch() * s.q_heads, (WARPS * 32) as u32);
+        issues.push(cuda.launch(&kernel, grid, &params)?);
+    }
+    Ok(Issue::Many(issues))
 }

@@ -3,14 +3,14 @@
 // with all its scores in registers: one pass, no online softmax, and no barrier between warps once keys and values are there. A copy
 // of the next head's rows runs meanwhile.
 
-// One strip of one head. first_strip: the first strip of keys, or below 0 where the sequence begins after it.
-// keys: those of the warp in shared memory, values KEYS rows on.
+// The warp's strip of one head. first_strip: the first strip of the block's keys, below 0 where the sequence begins after it.
+// keys: in shared memory, values KEYS rows on. `between` waits for these.
 template <typename Between>
-__device__ __forceinline__ void strip_forward(float (&acc)[D / 8][4], float (&top)[2], float (&sum)[2], const u32 (&q)[D / 16][4],
+__device__ __forceinline__ void strip_forward(float (&acc)[1][D / 8][4], float (&top)[2], float (&sum)[2], const u32 (&q)[1][D / 16][4],
                                               u32 keys, int first_strip, float scale_log2, Between between) {
-    const int lane = anew(threadIdx.x & 31), row = lane >> 2, col = (lane & 3) * 2;
-    const Lane k = lane_cols(keys, lane);
-    float s[STRIPS][2][4];
+    const int thread = anew(threadIdx.x), lane = thread & 31, warp = thread >> 5, row = lane >> 2, col = (lane & 3) * 2;
+    const Lane k = lane_cols(keys + warp * STRIP_BYTES, lane);
+    float s[STRIPS][1][2][4];
     #pragma unroll
     for (int t = 0; t < STRIPS; ++t) {
         scores(s[t], q, k, t);
@@ -19,7 +19,7 @@ __device__ __forceinline__ void strip_forward(float (&acc)[D / 8][4], float (&to
         for (int n = 0; n < 2; ++n)
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (cut(back) && !visible(back * STRIP + row + (e & 2) * 4 - (col + n * 8 + (e & 1)))) s[t][n][e] = minus_infinity();
+                if (cut(back) && !visible(back * STRIP + row + (e & 2) * 4 - (col + n * 8 + (e & 1)))) s[t][0][n][e] = minus_infinity();
             }
     }
     if (first_strip < 0) {
@@ -29,16 +29,16 @@ __device__ __forceinline__ void strip_forward(float (&acc)[D / 8][4], float (&to
             for (int n = 0; n < 2; ++n)
                 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (first_strip + t < 0) s[t][n][e] = minus_infinity();
+                    if (first_strip + warp + t < 0) s[t][0][n][e] = minus_infinity();
     }
-    u32 p[STRIPS][4];
+    u32 p[STRIPS][1][4];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float most = minus_infinity();                   // every row sees its own key
         #pragma unroll
         for (int t = 0; t < STRIPS; ++t)
             #pragma unroll
-            for (int n = 0; n < 2; ++n) most = fmaxf(most, fmaxf(s[t][n][2 * half], s[t][n][2 * half + 1]));
+            for (int n = 0; n < 2; ++n) most = fmaxf(most, fmaxf(s[t][0][n][2 * half], s[t][0][n][2 * half + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         const float shift = most * scale_log2;
@@ -47,11 +47,11 @@ __device__ __forceinline__ void strip_forward(float (&acc)[D / 8][4], float (&to
         for (int t = 0; t < STRIPS; ++t)
             #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const float a = exp2_fast(fmaf(s[t][n][2 * half], scale_log2, -shift));
-                const float b = exp2_fast(fmaf(s[t][n][2 * half + 1], scale_log2, -shift));
+                const float a = exp2_fast(fmaf(s[t][0][n][2 * half], scale_log2, -shift));
+                const float b = exp2_fast(fmaf(s[t][0][n][2 * half + 1], scale_log2, -shift));
                 even += a;
                 odd += b;
-                p[t][2 * n + half] = pack_bf16(a, b);
+                p[t][0][2 * n + half] = pack_bf16(a, b);
             }
         float all = even + odd;
         all += __shfl_xor_sync(0xffffffffu, all, 1);
@@ -60,8 +60,9 @@ __device__ __forceinline__ void strip_forward(float (&acc)[D / 8][4], float (&to
         sum[half] = all;
     }
     between();
-    const Lane v = lane_rows(keys + KEYS * LINE, anew(lane));
-    zero(acc);
+    const int again = anew(threadIdx.x);
+    const Lane v = lane_rows(keys + (KEYS + (again >> 5) * STRIP) * LINE, again & 31);
+    zero(acc[0]);
     #pragma unroll
     for (int t = 0; t < STRIPS; ++t) accumulate(acc, p[t], v, t);
 }
@@ -78,20 +79,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_f
 #endif
 {
     extern __shared__ __align__(16) u8 shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u8* const k_tile = shared;
     u8* const v_tile = k_tile + KEYS * LINE;
-    u8* const q_strip = v_tile + KEYS * LINE + warp * 2 * STRIP_BYTES;
-    u8* const o_strip = q_strip + STRIP_BYTES;
+    u8* const strips = v_tile + KEYS * LINE;             // of a warp: q, then o
 
     const Owned own(ROWS, q_heads / kv_heads, heads);
-    const int row0 = own.row0 + warp * STRIP;            // of this warp
     const int q_stride = q_heads * D, k_stride = kv_heads * D;
     const i64 kv_first = (i64)own.b * len * k_stride + own.kv_head * D;
-    const i64 q_first = (i64)own.b * len * q_stride + own.first_head * D;
-    const bool idle = row0 >= len;                       // such a warp loads keys and waits with the others
+    // Indices are read anew where they are used: scores leave no registers for what depends on them.
+    const auto load_q = [&](int i) {
+        const int warp = anew(threadIdx.x) >> 5;
+        const i64 first = ((i64)anew(blockIdx.z) * len * q_heads + anew(blockIdx.y) * heads + i) * D;
+        load_strip(strips + warp * 2 * STRIP_BYTES, q + first, anew(blockIdx.x) * ROWS + warp * STRIP, len, q_stride);
+    };
 
-    if (!idle) load_strip(q_strip, q + q_first, row0, len, q_stride);
+    load_q(0);
     load_rows<KEYS, THREADS, false>(k_tile, k + kv_first, own.row0 - BACK * STRIP, len, k_stride);
     cp_async_commit();
     load_rows<KEYS, THREADS, false>(v_tile, v + kv_first, own.row0 - BACK * STRIP, len, k_stride);
@@ -99,42 +101,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_f
     cp_async_wait<1>();
     __syncthreads();                                     // q and keys are there
 
-    const u32 keys = smem_addr(k_tile) + warp * STRIP_BYTES;
-    const int first_strip = row0 / STRIP - BACK;         // of the keys
-    const float scale_log2 = scale * LOG2E;
-
-    for (int i = 0; i < own.heads; ++i) {
+    for (int i = 0; i < heads; ++i) {
         if (i > 0) {
             cp_async_wait<0>();
             __syncwarp();
         }
-        u32 a[D / 16][4];
-        load_fragments(a, lane_rows(smem_addr(q_strip), anew(lane)));
+        const int thread = anew(threadIdx.x);
+        u32 a[1][D / 16][4];
+        load_fragments(a[0], lane_rows(smem_addr(strips) + (thread >> 5) * 2 * STRIP_BYTES, thread & 31));
         __syncwarp();                                    // every lane has read the strip
-        if (i + 1 < own.heads && !idle) load_strip(q_strip, q + q_first + (i + 1) * D, row0, len, q_stride);
+        if (i + 1 < heads) load_q(i + 1);
         cp_async_commit();
         const auto values_there = [&]() {
             if (i > 0) return;
             cp_async_wait<1>();                          // all but the next strip
             __syncthreads();
         };
-        float acc[D / 8][4], top[2], sum[2];
-        strip_forward(acc, top, sum, a, keys, first_strip, scale_log2, values_there);
+        float acc[1][D / 8][4], top[2], sum[2];
+        strip_forward(acc, top, sum, a, smem_addr(k_tile), blockIdx.x * WARPS - BACK, scale * LOG2E, values_there);
 
+        const int now = anew(threadIdx.x), lane = now & 31, warp = now >> 5, row0 = anew(blockIdx.x) * ROWS + warp * STRIP;
+        const int head = anew(blockIdx.y) * heads + i;
+        const i64 b = anew(blockIdx.z);
         float inverse[2];
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float all = sum[half], most = top[half] * scale, factor = 1.f;
 #if SINKS
-            const float sink = to_f32(sinks[own.first_head + i]), own_most = most;
+            const float sink = to_f32(sinks[head]), own_most = most;
             most = fmaxf(own_most, sink);
             factor = exp2_fast((own_most - most) * LOG2E);
             all = fmaf(all, factor, exp2_fast((sink - most) * LOG2E));
 #endif
-            inverse[half] = factor / all;
+            inverse[half] = __fdividef(factor, all);     // the exact division takes registers
             const int row = row0 + (lane >> 2) + half * 8;
-            if ((lane & 3) == 0 && row < len) lse[((i64)own.b * q_heads + own.first_head + i) * len + row] = most + logf(all);
+            if ((lane & 3) == 0 && row < len) lse[(b * q_heads + head) * len + row] = most + logf(all);
         }
-        store_strip(o_strip, acc, inverse[0], inverse[1], o + q_first + i * D, row0, len, q_stride);
+        store_strip(strips + (warp * 2 + 1) * STRIP_BYTES, acc[0], inverse[0], inverse[1], o + (b * len * q_heads + head) * D, row0, len, q_stride);
     }
 }
