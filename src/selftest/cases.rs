@@ -365,7 +365,7 @@ fn narrow_windows(add: &mut Add) {
         (2, 40, 32, 32, 20),
         (2, 97, 32, 32, 20),
         (3, 257, 32, 16, 31),
-        (16, 130, 32, 16, 33),
+        (16, 130, 32, 16, 32),
     ] {
         for sinks in [false, true] {
             let shape = AttnShape {

@@ -314,6 +314,7 @@ fn narrow_windows_fill_the_device() {
     assert_eq!(of(1, 3000, 48, 8), (3, (8, 1)));
     let long = windowed(shape(Positions::whole(1, 4096), 4096, 64, 8, 64), 128);
     assert_eq!(window::dkv_block(&long, 80), (8, 1), "two strips a warp take 198 KiB");
+    assert_eq!(window::dkv_block(&windowed(long, 100), 90), (8, 1), "and a window of whole strips");
 }
 
 /// dq and delta, then dk and dv, then the sinks' gradients.

@@ -78,7 +78,9 @@ pub(super) fn dkv_block(s: &AttnShape, cc: u32) -> (usize, usize) {
     if let (Some(warps), Some(strips)) = forced {
         return (warps, strips);
     }
-    let fits = |&(_, strips): &(usize, usize)| strips == 1 || cc >= 90;
+    // Two strips need the shared memory, and the registers that masks of a window which ends within a strip would take.
+    let whole = s.window().is_some_and(|w| w.is_multiple_of(STRIP));
+    let fits = |&(_, strips): &(usize, usize)| strips == 1 || (cc >= 90 && whole);
     let enough =
         |(warps, strips): &(usize, usize)| tiles(s, warps * strips) * s.batch() * s.kv_heads >= BLOCKS_WANTED;
     DKV_BLOCKS.into_iter().filter(fits).find(enough).unwrap_or((1, 1))

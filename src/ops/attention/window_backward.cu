@@ -7,7 +7,7 @@ __device__ __forceinline__ void strip_dq(float (&acc)[1][D / 8][4], const u32 (&
                                          const Lane& v_cols, const Lane& k_rows, int first_strip, float scale_log2) {
     const int lane = threadIdx.x & 31, row = lane >> 2, col = (lane & 3) * 2;
     zero(acc[0]);
-    #pragma unroll 2                                     // three take more than 128 registers
+    #pragma unroll (STRIPS > 3 ? 2 : 1)                  // more take more than 128 registers
     for (int t = max(-first_strip, 0); t < STRIPS; ++t) {
         const int back = BACK - t;
         float p[1][2][4], dp[1][2][4];
