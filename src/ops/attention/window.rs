@@ -57,16 +57,8 @@ fn back(s: &AttnShape) -> usize {
     (s.window().unwrap_or(1) - 1).div_ceil(STRIP)
 }
 
-/// EXPERIMENT, to be taken out once measured: a choice by an environment variable.
-fn forced(variable: &str) -> Option<usize> {
-    std::env::var(variable).ok()?.parse().ok()
-}
-
 /// Query heads that a forward or dq block takes in turn: the group, or the largest part of it with which there are enough blocks.
 pub(super) fn heads(s: &AttnShape) -> usize {
-    if let Some(heads) = forced("MBPERF_WINDOW_HEADS") {
-        return heads.min(group(s));
-    }
     let blocks = tiles(s, WARPS) * s.batch() * s.q_heads;
     let enough = |h: &usize| group(s).is_multiple_of(*h) && blocks / h >= BLOCKS_WANTED * BLOCKS_PER_SM;
     (1..=group(s)).rev().find(enough).unwrap_or(1)
@@ -74,10 +66,6 @@ pub(super) fn heads(s: &AttnShape) -> usize {
 
 /// Warps of a dk/dv block, and strips of keys a warp.
 pub(super) fn dkv_block(s: &AttnShape, cc: u32) -> (usize, usize) {
-    let forced = (forced("MBPERF_WINDOW_DKV_WARPS"), forced("MBPERF_WINDOW_DKV_STRIPS"));
-    if let (Some(warps), Some(strips)) = forced {
-        return (warps, strips);
-    }
     // Two strips need the shared memory, and the registers that masks of a window which ends within a strip would take.
     let whole = s.window().is_some_and(|w| w.is_multiple_of(STRIP));
     let fits = |&(_, strips): &(usize, usize)| strips == 1 || (cc >= 90 && whole);
