@@ -51,36 +51,30 @@ fn issue(
     call.issue(&[&defines(s)[..], more].concat(), shape(s), cuda)
 }
 
+/// One of the passes, from the first chunk to the last or back.
+fn pass(
+    s: &DeltaShape,
+    cuda: &mut CudaPrep,
+    (source, entry): (KernelSource, &'static str),
+    (threads, shared): (usize, usize),
+    pointers: &[DevPtr],
+) -> Result<Issue, DeviceError> {
+    let grid = [s.batch * s.value_heads * PASS_SLICES, 1, 1];
+    issue(s, cuda, Call { source, entry, grid, threads, shared, pointers, ints: &[] }, &[])
+}
+
 /// `pointers`: qkv, c, beta, rq, rk, T, the masked q k^T, o, states.
 pub(super) fn forward(
     s: &DeltaShape,
     cuda: &mut CudaPrep,
     pointers: &[DevPtr],
 ) -> Result<Issue, DeviceError> {
-    let call = Call {
-        source: FORWARD,
-        entry: "delta_pass_wgmma",
-        grid: [s.batch * s.value_heads * PASS_SLICES, 1, 1],
-        threads: FORWARD_THREADS,
-        shared: FORWARD_SHARED,
-        pointers,
-        ints: &[],
-    };
-    issue(s, cuda, call, &[])
+    pass(s, cuda, (FORWARD, "delta_pass_wgmma"), (FORWARD_THREADS, FORWARD_SHARED), pointers)
 }
 
 /// `pointers`: qkv, c, beta, rq, rk, T, the masked q k^T, do, the states' gradients, dqkv.
 pub(super) fn back(s: &DeltaShape, cuda: &mut CudaPrep, pointers: &[DevPtr]) -> Result<Issue, DeviceError> {
-    let call = Call {
-        source: BACK,
-        entry: "delta_pass_back_wgmma",
-        grid: [s.batch * s.value_heads * PASS_SLICES, 1, 1],
-        threads: BACK_THREADS,
-        shared: BACK_SHARED,
-        pointers,
-        ints: &[],
-    };
-    issue(s, cuda, call, &[])
+    pass(s, cuda, (BACK, "delta_pass_back_wgmma"), (BACK_THREADS, BACK_SHARED), pointers)
 }
 
 /// Key heads that a block of the gradients takes in turn.

@@ -4,24 +4,11 @@
 // the products, transposed (64 columns of V are M), so that every accumulator is the next product's left operand from registers:
 //   X^T = dS k^T, dU^T = X^T e^(c_Q - c) rk + dO^T P, dR^T = dU^T T, dS <- e^(c_Q) dS + (dO e^c rq)^T q - (dV e^c rk)^T k.
 // Products are queued so that the tensor core has work while elements are scaled and rounded:
-//   X (left half of K, right half) | dS += .. q | dR | the next chunk's dO^T P | dS += .. k (left half, right half)
+//   X (left half of K, right half) | its factors, then dO^T P added to it | dS += .. q | dR | dS += .. k (left half, right half)
 // and what stands between two links of the chain runs beside the product queued before. Only at a chunk's end nothing is queued:
 // without such a point in the loop ptxas makes every product wait for the one before.
 // The second warpgroup moves memory: tiles in, factors of tokens, dS and dV out.
 static_assert(CHUNK == 64 && KEY_DIM == 128 && VALUE_DIM == 128, "the tiles of one warpgroup's products");
-
-// dS += .. q in products 128 wide (1; ptxas does not always find the registers) or 64 wide (0).
-#ifndef BACK_WIDE
-#define BACK_WIDE 0
-#endif
-// Blocks of T and P above the diagonal are zeros that are set once (1), or copied with the rest (0).
-#ifndef BACK_TRIANGLE
-#define BACK_TRIANGLE 1
-#endif
-// The local part dO^T P one chunk ahead (1), or added to X, scaled, in the chain itself (0: fewer registers, a longer chain).
-#ifndef BACK_AHEAD
-#define BACK_AHEAD 0
-#endif
 
 constexpr int GROUP = 128, BACK_THREADS = 2 * GROUP;
 constexpr int HALF_V = VALUE_DIM / 2;
@@ -88,11 +75,9 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
     const Shape s = {seq, key_heads, value_heads, chunks};
     const int head = blockIdx.x >> 1, b = head / value_heads, h = head % value_heads, kh = h / s.group();
     const int v0 = h * VALUE_DIM + (blockIdx.x & 1) * HALF_V;    // of the columns of dO, and of v's in qkv
-#if BACK_TRIANGLE
     for (int i = threadIdx.x; i < 2 * SLOTS * PANEL / 16; i += BACK_THREADS)
         *reinterpret_cast<uint4*>(tiles + AT_T + i * 16) = make_uint4(0, 0, 0, 0);
     proxy_fence();
-#endif
     __syncthreads();
 
     // Chunk i of the walk is chunk chunks - 1 - i of the sequence.
@@ -122,12 +107,6 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
             #pragma unroll
             for (int m = 0; m < 4; ++m) ldsm_x4_t(da[m], do_at + slot * PANEL + m * 16 * LINE);
             pin(da);
-#if BACK_AHEAD
-            wgmma_fence();
-            #pragma unroll
-            for (int m = 0; m < 4; ++m) mma_rs<1>(local, da[m], p_tiles + slot * (PANEL >> 4) + row_step(m), m > 0);
-            wgmma_commit();
-#endif
         };
         const auto weigh = [&](int slot) {
             own_tokens(w, factors + slot * FACTORS + OF_BY_Q);
@@ -143,12 +122,8 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
         const auto from_q = [&](u64 q_tile) {
             #pragma unroll
             for (int m = 0; m < 4; ++m) {
-#if BACK_WIDE
-                mma_wide(lo, hi, by_q[m], q_tile + row_step(m));
-#else
                 mma_rs<1>(lo, by_q[m], q_tile + row_step(m), 1);
                 mma_rs<1>(hi, by_q[m], q_tile + HALF_STEP + row_step(m), 1);
-#endif
             }
             wgmma_commit();
         };
@@ -197,25 +172,11 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
                 }
             pin(lo);
             pin(hi);
-#if BACK_AHEAD
-            wgmma_fence();
-            from_q(q_tile);
-#endif
             // dU^T.
             own_tokens(w, own + OF_X);
-#if BACK_AHEAD
-            wgmma_wait<1>();
-#else
             wgmma_wait<0>();
-#endif
             pin(x);
             u32 du[4][4];
-#if BACK_AHEAD
-            #pragma unroll
-            for (int j = 0; j < 8; ++j)
-                #pragma unroll
-                for (int e = 0; e < 4; ++e) x[j][e] = fmaf(x[j][e], w[2 * j + (e & 1)], local[j][e]);
-#else
             #pragma unroll
             for (int j = 0; j < 8; ++j)
                 #pragma unroll
@@ -227,7 +188,6 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
             from_q(q_tile);
             wgmma_wait<1>();
             pin(x);
-#endif
             #pragma unroll
             for (int m = 0; m < 4; ++m) fragment(du[m], x[2 * m], x[2 * m + 1]);
             pin(du);
@@ -239,11 +199,7 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
             bar_wait<BACK_THREADS>(FULL);
             ahead(next);
             own_tokens(w, own + OF_BY_K);
-#if BACK_AHEAD
-            wgmma_wait<1>();
-#else
             wgmma_wait<0>();
-#endif
             pin(x);
             bar_arrive<BACK_THREADS>(DRAINED);   // of this chunk only k is read from here on
             u32 by_k[4][4];
@@ -316,7 +272,6 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
                 }
                 const i64 square = s.item(b, c, h) * CHUNK * CHUNK;
                 u8 *const t_to = tiles + AT_T + slot * PANEL, *const p_to = tiles + AT_P + slot * PANEL;
-#if BACK_TRIANGLE
                 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                     const int at = piece_at<CHUNK>(rows[n], pieces[n]), from = rows[n] * CHUNK + pieces[n] * 8;
@@ -326,14 +281,6 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, 1) delta_pass_back_wg
                 const bool of_t = me < 64;
                 const bf16* const from = (of_t ? tris : atts) + square + rows[2] * CHUNK + pieces[2] * 8;
                 cp_async16((of_t ? t_to : p_to) + piece_at<CHUNK>(rows[2], pieces[2]), from);
-#else
-                #pragma unroll
-                for (int n = 0; n < CHUNK / 16; ++n) {
-                    const int from = (row + n * 16) * CHUNK + piece * 8;
-                    cp_async16(t_to + values_at + n * 16 * LINE, tris + square + from);
-                    cp_async16(p_to + values_at + n * 16 * LINE, atts + square + from);
-                }
-#endif
                 u8* const do_to = tiles + AT_DO + slot * PANEL + values_at;
                 const bf16* const do_from = dout + (token0 + t0) * values_width + v0 + piece * 8;
                 #pragma unroll

@@ -14,10 +14,6 @@
 #ifndef HEAD_RUN
 #define HEAD_RUN 1
 #endif
-// FULL_GRID: the grid is batch * chunks * key heads whatever HEAD_RUN is; blocks without work end at once.
-#ifndef FULL_GRID
-#define FULL_GRID 0
-#endif
 
 
 constexpr int WARPGROUP = 128, GRAD_THREADS = 2 * WARPGROUP, GRAD_WARPS = GRAD_THREADS / 32;
@@ -129,7 +125,6 @@ extern "C" __global__ void __launch_bounds__(GRAD_THREADS, 1) delta_gradients_wg
     int seq, int key_heads, int value_heads, int chunks) {
     const Shape s = {seq, key_heads, value_heads, chunks};
     const int runs = (key_heads + HEAD_RUN - 1) / HEAD_RUN;
-    if (FULL_GRID && blockIdx.x >= gridDim.x / key_heads * runs) return;
     const int b = blockIdx.x / runs / chunks, c = blockIdx.x / runs % chunks, first_key = blockIdx.x % runs * HEAD_RUN;
     const int keys = min(HEAD_RUN, key_heads - first_key), group = s.group(), items = keys * group, first_head = first_key * group;
     const int valid = min(CHUNK, seq - c * CHUNK);

@@ -1,5 +1,7 @@
 //! Every step of a run as a dot: first those before timing, none of which counts, then the timed blocks over time. What
 //! no statistic contains is shaded and hollow.
+//!
+//! Over 500 lines: two panels that share scales, shading and marks; with the tests of what is drawn and what is merged.
 
 use super::beside::{Pacing, Phase, Step};
 use super::canvas::{
